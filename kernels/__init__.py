@@ -1,0 +1,1 @@
+"""CUDA kernels of the runtime; empty until the GPU path comes."""
