@@ -1,0 +1,88 @@
+"""Finding the communicator of a mesh axis: made once, by its members only.
+
+Communicators are kept in the memo of the rank's world. Axes over the same ranks share
+one channel below them: MPI libraries allow some two thousand communicators.
+"""
+
+from __future__ import annotations
+
+from dtensor.collectives.checked import Alone, CheckedCommunicator
+from dtensor.collectives.communicator import Channel, Communicator
+from dtensor.collectives.counter import tally_of
+from dtensor.mesh.device_mesh import DeviceMesh
+from dtensor.mesh.world import World, current_world
+
+
+def communicator(mesh: DeviceMesh, axis: str | int = 0) -> Communicator:
+    """The communicator of this rank's row along one axis of a mesh.
+
+    Every rank of the row must call it, before or in the same order as the other
+    collectives of these ranks.
+
+    Args:
+        mesh: A mesh this rank is on.
+        axis: Name or number of the axis.
+
+    Raises:
+        ValueError: No such axis, this rank is not on the mesh, or the mesh names ranks
+            that the world does not have.
+    """
+    world = current_world()
+    found: Communicator | None = world.memo.get((mesh, axis))
+    if found is None:
+        index = mesh.axis(axis)
+        ranks = mesh.axis_ranks(index)
+        found = communicator_of(ranks, mesh.axis_name(index))
+        world.memo[(mesh, axis)] = found
+    return found
+
+
+def communicator_of(ranks: tuple[int, ...], label: str) -> Communicator:
+    """The communicator of some world ranks, this one among them.
+
+    Args:
+        ranks: World ranks in the order of their positions.
+        label: What messages and counts call the axis.
+
+    Raises:
+        ValueError: This rank is not one of them, or the world does not have them.
+    """
+    world = current_world()
+    key = ("communicator", ranks, label)
+    found: Communicator | None = world.memo.get(key)
+    if found is None:
+        if world.rank not in ranks:
+            raise ValueError(
+                f"communicator_of: only members can have it, got rank {world.rank}, "
+                f"expected one of {ranks} on axis {label!r}. "
+                f"Ask `mesh.coordinate is not None` first."
+            )
+        if max(ranks) >= world.size:
+            raise ValueError(
+                f"communicator_of: the world is too small, got {world.size} ranks, "
+                f"expected at least {max(ranks) + 1} for the ranks {ranks} of axis "
+                f"{label!r}. Start with `dtensor-run -n {max(ranks) + 1} script.py`, "
+                f"or simulate(fn, ranks={max(ranks) + 1})."
+            )
+        channel = _channel(world, ranks, label)
+        found = CheckedCommunicator(ranks, world.rank, label, channel, tally_of(world))
+        world.memo[key] = found
+    return found
+
+
+def _channel(world: World, ranks: tuple[int, ...], label: str) -> Channel | Alone:
+    key = ("channel", ranks)
+    found: Channel | Alone | None = world.memo.get(key)
+    if found is None:
+        if len(ranks) == 1:
+            found = Alone()
+        elif world.kind == "threads":
+            from dtensor.collectives.threads import ThreadsChannel
+
+            found = ThreadsChannel(world.hub, ranks, ranks.index(world.rank))
+        else:
+            from dtensor.collectives.mpi import make_channel
+
+            found = make_channel(world, ranks, label)
+        world.memo[key] = found
+    return found
