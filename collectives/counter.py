@@ -65,7 +65,7 @@ def tally_of(world: World) -> Tally:
     return found
 
 
-class count_collectives:  # noqa: N801 - read as a statement: with count_collectives()
+class count_collectives:
     """Count the collectives this rank calls inside a ``with`` block.
 
     The numbers may be read inside the block (so far) and after it. Blocks may nest.
@@ -86,7 +86,7 @@ class count_collectives:  # noqa: N801 - read as a statement: with count_collect
 
     __slots__ = ("_before", "_counted", "_tally")
 
-    def __enter__(self) -> count_collectives:
+    def __enter__(self) -> count_collectives:  # noqa: PYI034 - Self is of 3.11
         self._tally = tally_of(current_world())
         self._before = self._tally.rows()
         self._counted: _Rows | None = None

@@ -411,7 +411,8 @@ def _cut(x: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
     """The pieces of ``x`` along ``dim``, one after another; no copy along dim 0."""
     if math.prod(x.shape[:dim]) == 1:
         return x
-    return torch.cat([piece.reshape(-1) for piece in x.split(list(sizes), dim)])
+    pieces = x.split_with_sizes(list(sizes), dim)
+    return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
 def _join(
@@ -421,7 +422,7 @@ def _join(
     if math.prod(shape[:dim]) == 1:
         return flat.view([*shape[:dim], sum(sizes), *shape[dim + 1 :]])
     inner = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-    pieces = flat.split([n * inner for n in sizes])
+    pieces = flat.split_with_sizes([n * inner for n in sizes])
     shaped = [
         piece.view([*shape[:dim], n, *shape[dim + 1 :]])
         for piece, n in zip(pieces, sizes, strict=True)
@@ -480,20 +481,20 @@ class _ReduceScatter(torch.autograd.Function):
         sizes: tuple[int, ...],
         op: str,
     ) -> torch.Tensor:
-        ctx.rest = comm, dim, sizes
-        ctx.op = op
+        ctx.rest = comm, dim, sizes, op
         return _scatter(x, comm, dim, sizes, op)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        whole = all_gather(grads[0], *ctx.rest)
-        if ctx.op == "avg":
-            whole = whole / ctx.rest[0].size
+        comm, dim, sizes, op = ctx.rest
+        whole = all_gather(grads[0], comm, dim, sizes)
+        if op == "avg":
+            whole = whole / comm.size
         return whole, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return reduce_scatter(tangents[0], *ctx.rest, ctx.op)
+        return reduce_scatter(tangents[0], *ctx.rest)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -83,7 +83,7 @@ class Generators:
 
     @staticmethod
     def _twister() -> bytes | None:
-        source = np.random.get_bit_generator()
+        source: Any = getattr(np.random, "get_bit_generator")()  # noqa: B009 - no stub
         if not isinstance(source, np.random.MT19937):
             return None
         # 624 words and a position.
@@ -321,7 +321,7 @@ class ThreadsChannel:
 
         def combine(posts: list[torch.Tensor]) -> list[torch.Tensor]:
             total = _fold(posts, row).view(-1)
-            return [piece.clone() for piece in total.split(list(counts))]
+            return [piece.clone() for piece in total.split_with_sizes(list(counts))]
 
         return self._meet(call, x, combine)
 
@@ -333,7 +333,7 @@ class ThreadsChannel:
         recv_counts: tuple[int, ...],
     ) -> torch.Tensor:
         """Cut what each sends, join what each receives."""
-        post = (x.view(-1).split(list(send_counts)), recv_counts)
+        post = (x.view(-1).split_with_sizes(list(send_counts)), recv_counts)
 
         def combine(posts: list[Any]) -> list[torch.Tensor]:
             for i, (pieces, _) in enumerate(posts):

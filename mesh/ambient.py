@@ -64,7 +64,7 @@ def current_mesh() -> DeviceMesh | None:
     return None if frame is None else frame.mesh
 
 
-class use_mesh:  # noqa: N801 - read as a statement: with use_mesh(mesh):
+class use_mesh:
     """Make ``mesh`` the ambient one until the block ends; the same as ``with mesh:``.
 
     Args:

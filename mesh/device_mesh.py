@@ -57,8 +57,8 @@ class DeviceMesh:
 
     __slots__ = (
         "__weakref__",
-        "_axis_ranks",
         "_axis_of",
+        "_axis_ranks",
         "_coordinates",
         "_submeshes",
         "device_type",
@@ -136,9 +136,8 @@ class DeviceMesh:
             found = self._axis_of.get(axis)
             if found is not None:
                 return found
-        elif isinstance(axis, int) and not isinstance(axis, bool):
-            if -self.ndim <= axis < self.ndim:
-                return axis % self.ndim
+        elif type(axis) is int and -self.ndim <= axis < self.ndim:
+            return axis % self.ndim
         raise ValueError(
             f"DeviceMesh.axis: no such axis, got {axis!r}, expected one of "
             f"{self._axes_text()} of {self!r}. "
@@ -166,6 +165,10 @@ class DeviceMesh:
     def coordinate(self) -> tuple[int, ...] | None:
         """Where this rank sits on the grid, or None where it is not on it."""
         return self._coordinates.get(current_world().rank)
+
+    def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
+        """Where a world rank sits on the grid, or None where it is not on it."""
+        return self._coordinates.get(rank)
 
     def get_coordinate(self) -> list[int] | None:
         """Where this rank sits on the grid, or None where it is not on it."""
