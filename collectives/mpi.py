@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ import torch
 from dtensor.collectives.communicator import Call, CollectiveError
 from dtensor.collectives.reductions import Reduction
 from dtensor.mesh.world import World
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 LARGEST = 2**30  # elements in one MPI call
 LEAVE_TAG = 32_001  # of messages on leave_channel(); nothing else uses it there
@@ -54,39 +51,57 @@ class Activity:
     """What this process waits for in MPI; plain attributes, written around each call.
 
     Attributes:
-        verb: The collective, or ``"start"`` while a communicator is being made.
+        verb: The collective, ``"connect"`` while a communicator is made, None if idle.
         axis: Label of its mesh axis.
-        sequence: Number of the call among those of the same ranks.
-        entered: ``time.monotonic()`` when it was entered, 0.0 when not waiting.
+        sequence: Number of the call among those of the same ranks, from one.
+        ranks: World ranks that take part.
+        entered: ``time.monotonic()`` when it was entered, 0.0 when idle.
     """
 
-    __slots__ = ("axis", "entered", "sequence", "verb")
+    __slots__ = ("axis", "entered", "ranks", "sequence", "verb")
 
     def __init__(self) -> None:
-        self.verb = ""
+        self.verb: str | None = None
         self.axis = ""
         self.sequence = 0
+        self.ranks: tuple[int, ...] = ()
+        self.entered = 0.0
+
+    def enter(self, call: Call, ranks: tuple[int, ...]) -> None:
+        """The calling thread goes into MPI."""
+        self.axis = call.axis
+        self.sequence = call.sequence
+        self.ranks = ranks
+        self.entered = time.monotonic()
+        self.verb = call.verb
+
+    def leave(self) -> None:
+        """It is back."""
+        self.verb = None
         self.entered = 0.0
 
 
-activity = Activity()
-
-
 class _Library:
-    """mpi4py, once it is needed; and the reduction operations made for it."""
+    """mpi4py once it is needed, and what belongs to the process with it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.module: Any = None
         self.folds: dict[tuple[str, torch.dtype], Any] = {}
+        self.finished: dict[tuple[int, ...], int] = {}
+        self.leave_channel: LeaveChannel | None = None
 
 
+activity = Activity()
+on_start: list[Callable[[], None]] = []  # called once, when MPI has been started
 _library = _Library()
 
 
 def started() -> bool:
-    """Whether this process has begun to use MPI through this file."""
-    return _library.module is not None
+    """Whether MPI runs in this process, whoever started it; imports nothing."""
+    module: Any = sys.modules.get("mpi4py.MPI")
+    ask = getattr(module, "Is_finalized", None)
+    return ask is not None and bool(module.Is_initialized()) and not ask()
 
 
 def start() -> Any:
@@ -100,26 +115,66 @@ def start() -> Any:
     """
     if _library.module is None:
         with _library.lock:
-            if _library.module is None:
-                try:
-                    from mpi4py import MPI
-                except (ImportError, RuntimeError) as error:
-                    raise ImportError(
-                        f"start: MPI cannot be loaded, got {error}, expected mpi4py "
-                        f"and an MPI library. Run `pip install mpi4py mpich`, or use "
-                        f"simulate(fn, ranks=...) without MPI."
-                    ) from error
-                _library.module = MPI
+            if _library.module is not None:
+                return _library.module
+            try:
+                from mpi4py import MPI
+            except (ImportError, RuntimeError) as error:
+                raise ImportError(
+                    f"start: MPI cannot be loaded, got {error}, expected mpi4py and an "
+                    f"MPI library. Run `pip install mpi4py mpich`, or use "
+                    f"simulate(fn, ranks=...) without MPI."
+                ) from error
+            _library.module = MPI
+        for function in on_start:
+            function()
     return _library.module
 
 
-def leave_channel() -> MPI.Intracomm:
-    """Where a leaving rank tells the others: COMM_WORLD, with the tag LEAVE_TAG.
+def finished() -> dict[tuple[int, ...], int]:
+    """Number of the last call this process came back from, by ranks of the call."""
+    return dict(_library.finished)
+
+
+class LeaveChannel:
+    """Notices between all ranks, on COMM_WORLD with a tag of their own.
 
     It needs no call that all ranks must make. Collectives never use COMM_WORLD.
     """
-    channel: MPI.Intracomm = start().COMM_WORLD
-    return channel
+
+    def __init__(self, module: Any) -> None:
+        self._mpi = module
+        self._world = module.COMM_WORLD
+        self._sent: list[Any] = []
+
+    def post(self, data: bytes) -> None:
+        """Send ``data`` to every other rank, without waiting for anyone."""
+        for rank in range(self._world.size):
+            if rank != self._world.rank:
+                buffer = [data, len(data), self._mpi.BYTE]
+                request = self._world.Isend(buffer, rank, LEAVE_TAG)
+                self._sent.append((request, data))
+
+    def poll(self) -> list[tuple[int, bytes]]:
+        """(world rank, data) of every notice that has come; never waits."""
+        notices = []
+        status = self._mpi.Status()
+        while True:
+            message = self._world.Improbe(self._mpi.ANY_SOURCE, LEAVE_TAG, status)
+            if message is None:
+                return notices
+            data = bytearray(status.Get_count(self._mpi.BYTE))
+            message.Recv([data, len(data), self._mpi.BYTE])
+            notices.append((status.Get_source(), bytes(data)))
+
+
+def leave_channel() -> LeaveChannel:
+    """Where a leaving rank tells the others, the same object at each call."""
+    module = start()
+    with _library.lock:
+        if _library.leave_channel is None:
+            _library.leave_channel = LeaveChannel(module)
+        return _library.leave_channel
 
 
 def abort(code: int) -> NoReturn:
@@ -131,11 +186,8 @@ def abort(code: int) -> NoReturn:
     code = code or 1
     sys.stdout.flush()
     sys.stderr.flush()
-    module = _library.module
-    if module is None:
-        module = getattr(sys.modules.get("mpi4py"), "MPI", None)
-    if module is not None and module.Is_initialized() and not module.Is_finalized():
-        module.COMM_WORLD.Abort(code)
+    if started():
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
     manager = os.environ.get("PMI_FD", "")
     if manager.isdigit():
         # Hydra (MPICH, Intel MPI) ends a job for a rank that is not connected to MPI
@@ -160,8 +212,8 @@ def make_channel(world: World, ranks: tuple[int, ...], label: str) -> MPIChannel
         CollectiveError: MPI sees another world than the launcher's variables said, or
             fails to make the communicator.
     """
-    call = Call("start", label, world.rank, 0, (), None, (("ranks", ranks),))
-    _enter(call)
+    call = Call("connect", label, world.rank, 0, (), None, (("ranks", ranks),))
+    activity.enter(call, ranks)
     try:
         module = start()
         everyone = module.COMM_WORLD
@@ -183,15 +235,8 @@ def make_channel(world: World, ranks: tuple[int, ...], label: str) -> MPIChannel
         finally:
             group.Free()
     finally:
-        activity.entered = 0.0
-    return MPIChannel(module, comm)
-
-
-def _enter(call: Call) -> None:
-    activity.verb = call.verb
-    activity.axis = call.axis
-    activity.sequence = call.sequence
-    activity.entered = time.monotonic()
+        activity.leave()
+    return MPIChannel(module, comm, ranks)
 
 
 class MPIChannel:
@@ -200,10 +245,12 @@ class MPIChannel:
     Args:
         module: The module ``mpi4py.MPI``.
         comm: Communicator of the axis, its ranks in axis order.
+        ranks: Their world ranks.
     """
 
-    def __init__(self, module: Any, comm: Any) -> None:
+    def __init__(self, module: Any, comm: Any, ranks: tuple[int, ...]) -> None:
         self.sequence = 0
+        self._ranks = ranks
         self._mpi = module
         self._comm = comm
         self._size: int = comm.size
@@ -339,13 +386,14 @@ class MPIChannel:
 
     # ------------------------------------------------------------------ calls of MPI
     def _run(self, call: Call, function: Callable[..., Any], *args: Any) -> None:
-        _enter(call)
+        activity.enter(call, self._ranks)
         try:
             function(*args)
+            _library.finished[self._ranks] = call.sequence
         except self._mpi.Exception as error:
             raise CollectiveError(call, f"MPI failed: {error}.") from error
         finally:
-            activity.entered = 0.0
+            activity.leave()
 
     def _send_all(
         self, call: Call, out: torch.Tensor, offset: int, count: int, root: int
