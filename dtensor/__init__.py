@@ -1,0 +1,37 @@
+"""A distributed tensor runtime: DTensors over MPI and NCCL, with torch's own autograd."""
+
+import dtensor.gradients
+import dtensor.rules.resolve
+from dtensor.collectives.counter import count_collectives
+from dtensor.collectives.simulate import simulate
+from dtensor.errors import ShardingError
+from dtensor.gradients import no_grad_sync
+from dtensor.mesh.ambient import current_mesh, use_mesh
+from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
+from dtensor.mesh.world import get_rank, get_world_size
+from dtensor.placement import Partial, Placement, Replicate, Shard
+from dtensor.policy import RedistributionWarning, redistribution
+from dtensor.rules.table import register_rule
+from dtensor.tensor import DTensor, distribute_tensor
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Partial",
+    "Placement",
+    "RedistributionWarning",
+    "Replicate",
+    "Shard",
+    "ShardingError",
+    "count_collectives",
+    "current_mesh",
+    "distribute_tensor",
+    "get_rank",
+    "get_world_size",
+    "init_device_mesh",
+    "no_grad_sync",
+    "redistribution",
+    "register_rule",
+    "simulate",
+    "use_mesh",
+]

@@ -1,0 +1,64 @@
+"""Switches that rule implicit communication and mixed operands; all nest."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from contextvars import ContextVar
+from typing import Iterator
+
+from dtensor.errors import ShardingError
+from dtensor.mesh.world import current_world
+
+POLICIES = ("allow", "warn", "error")
+_POLICY: ContextVar[str | None] = ContextVar("dtensor_redistribution", default=None)
+
+
+@contextlib.contextmanager
+def redistribution(policy: str) -> Iterator[None]:
+    """Rule implicit communication inside: ``"allow"``, ``"warn"`` or ``"error"``.
+
+    Outside of any such scope a rule may redistribute its operands in silence, and an
+    op that has no rule warns once, with the bytes it gathers.
+
+    Example:
+        >>> with redistribution("error"):
+        ...     pass  # an op that would have to move an operand raises
+    """
+    if policy not in POLICIES:
+        raise ValueError(
+            f"redistribution: unknown policy, got {policy!r}, expected one of "
+            f"{', '.join(POLICIES)}."
+        )
+    token = _POLICY.set(policy)
+    try:
+        yield
+    finally:
+        _POLICY.reset(token)
+
+
+class RedistributionWarning(UserWarning):
+    """An op moved operands between ranks without being asked to."""
+
+
+def judge(op: str, what: str, nbytes: float, mend: str, without_rule: bool) -> None:
+    """Let the policy decide on an implicit redistribution, before anything moves.
+
+    Args:
+        op: Name of the op.
+        what: The operands and their placements.
+        nbytes: Bytes sent per rank, about.
+        mend: The call that makes it explicit.
+        without_rule: Whether the op has no rule and everything is gathered.
+    """
+    policy = _POLICY.get()
+    if policy == "allow" or policy is None and not without_rule:
+        return
+    reason = "has no sharding rule and gathers" if without_rule else "redistributes"
+    text = f"{op}: {reason} its operands {what}, about {nbytes:.0f} bytes per rank. {mend}"
+    if policy == "error":
+        raise ShardingError(text)
+    warned = current_world().memo.setdefault("warned", set())
+    if (op, policy) not in warned:
+        warned.add((op, policy))
+        warnings.warn(text, RedistributionWarning, stacklevel=2)

@@ -1,0 +1,134 @@
+"""Pointwise ops: broadcast letters, and what each is linear in."""
+
+from __future__ import annotations
+
+from typing import Callable, Hashable, Sequence
+
+import torch
+
+from dtensor.dispatch import Call, Operand
+from dtensor.notation import Layout, Letters, Notation
+from dtensor.placement import Placements, Replicate
+
+# What an op is linear in, by operand positions among the leading arguments.
+NONE: tuple[tuple[int, ...], ...] = ()
+UNARY = ((0,),)
+SUM = ((0, 1),)
+PRODUCT = ((0,), (1,))
+FIRST = ((0,),)
+BRANCHES = ((1, 2),)
+
+
+def broadcast_letters(
+    shapes: Sequence[Sequence[int]], what: str
+) -> tuple[list[Letters], Letters, torch.Size]:
+    """Letters of operands that broadcast against each other, and of the result.
+
+    A dim of size 1 that is stretched gets a letter of its own, which must stay whole.
+    """
+    try:
+        out = torch.broadcast_shapes(*shapes)
+    except RuntimeError as e:
+        raise RuntimeError(
+            f"{what}: the global shapes do not broadcast, got "
+            f"{[tuple(s) for s in shapes]}. {e}"
+        ) from None
+    n = len(out)
+    subs = []
+    for i, shape in enumerate(shapes):
+        letters: list[Hashable] = []
+        for d, size in enumerate(shape):
+            k = d + n - len(shape)
+            letters.append(k if size == out[k] else ("one", i, d))
+        subs.append(tuple(letters))
+    return subs, tuple(range(n)), out
+
+
+def whole_ones(subs: Sequence[Letters]) -> set[Hashable]:
+    """The letters of stretched dims."""
+    return {x for sub in subs for x in sub if isinstance(x, tuple)}
+
+
+def pointwise(
+    linear: tuple[tuple[int, ...], ...] = NONE, condition: Callable[[Call], bool] | None = None
+) -> Callable[[Call], Notation]:
+    """The rule of a pointwise op.
+
+    Args:
+        linear: Groups of argument positions in which the op is jointly linear. A
+            group with a number in it is none: a number is added once, not per rank.
+        condition: Must hold of a call for ``linear`` to apply.
+    """
+
+    def rule(call: Call) -> Notation:
+        subs, out, shape = broadcast_letters([o.shape for o in call.operands], call.name)
+        if call.inplace and shape != call.operands[0].shape:
+            raise RuntimeError(
+                f"{call.name}_: the result of shape {tuple(shape)} does not fit the "
+                f"target of shape {tuple(call.operands[0].shape)}."
+            )
+        groups = []
+        if condition is None or condition(call):
+            for group in linear:
+                members = [call.arg(i, _NAMES[i]) for i in group]
+                if all(isinstance(m, Operand) for m in members):
+                    groups.append({index_of(call, m) for m in members})
+        affine = {1} if call.inplace and linear == SUM and groups else set()
+        return Notation(
+            subs,
+            [out],
+            whole=whole_ones(subs),
+            linear=groups,
+            affine=affine,
+            shapes=[shape],
+        )
+
+    return rule
+
+
+_NAMES = ("input", "other", "third")
+
+
+def index_of(call: Call, operand: Operand) -> int:
+    """Position of an operand in ``call.operands``."""
+    for i, o in enumerate(call.operands):
+        if o is operand:
+            return i
+    raise KeyError(operand)
+
+
+def no_rounding(call: Call) -> bool:
+    """Division is linear only where it does not round."""
+    return call.kwargs.get("rounding_mode") is None
+
+
+def to_floating(call: Call) -> bool:
+    """A cast keeps addends only where it does not round to whole numbers."""
+    for a in (*call.args[1:], *call.kwargs.values()):
+        if isinstance(a, torch.dtype) and not (a.is_floating_point or a.is_complex):
+            return False
+        if isinstance(a, Operand):
+            return a.dtype.is_floating_point or a.dtype.is_complex
+        if isinstance(a, str) and call.name == "type":
+            return False
+    return True
+
+
+def without_partial(placements: Placements) -> Placements:
+    """The same placements with Replicate in place of Partial."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def cast(call: Call) -> Layout:
+    """``to``, ``type``, ``type_as``: another tensor only lends its dtype."""
+    x = call.operands[0]
+    keeps = to_floating(call)
+    places = x.placements if keeps else without_partial(x.placements)
+    ins = [places, *[o.placements for o in call.operands[1:]]]
+    return Layout(ins, [places], [x.shape])
+
+
+def like(call: Call) -> Layout:
+    """``zeros_like`` and its kind: the model's layout, nothing of its values."""
+    x = call.operands[0]
+    return Layout([x.placements], [without_partial(x.placements)], [x.shape])

@@ -1,0 +1,181 @@
+"""Which handler answers a torch function: found once, when it is first met."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as NoTF
+
+from dtensor.dispatch import fallback, name_of, opened, planned
+from dtensor.errors import ShardingError
+from dtensor.redistribute import plain
+from dtensor.registry import HANDLERS, Handler
+from dtensor.rules import randomness
+from dtensor.rules.foreach import foreach_norm
+from dtensor.rules.table import RANDOM_FILL, RANDOM_LIKE, RANDOM_OTHER, rule_of
+from dtensor.tensor import DTensor, redistributed
+
+T = torch.Tensor
+
+# Python's operator methods, by the name of their table entry.
+OPERATORS = {
+    "add": "add radd iadd",
+    "sub": "sub isub",
+    "mul": "mul rmul imul",
+    "div": "truediv itruediv div idiv",
+    "floor_divide": "floordiv ifloordiv",
+    "remainder": "mod imod",
+    "pow": "pow ipow",
+    "matmul": "matmul imatmul",
+    "bitwise_and": "and rand iand",
+    "bitwise_or": "or ror ior",
+    "bitwise_xor": "xor rxor ixor",
+    "bitwise_left_shift": "lshift ilshift",
+    "bitwise_right_shift": "rshift irshift",
+    "bitwise_not": "invert",
+    "eq": "eq",
+    "ne": "ne",
+    "lt": "lt",
+    "le": "le",
+    "gt": "gt",
+    "ge": "ge",
+    "neg": "neg",
+    "positive": "pos",
+    "abs": "abs",
+    "getitem": "getitem",
+    "setitem": "setitem",
+}
+DUNDERS = {f"__{d}__": op for op, ds in OPERATORS.items() for d in ds.split()}
+INPLACE_DUNDERS = {
+    f"__{d}__"
+    for ds in OPERATORS.values()
+    for d in ds.split()
+    if d.startswith("i") and d != "invert"
+} | {"__setitem__"}
+
+# Answers that are the same for the shard and for the whole, or speak of the shard's
+# memory.
+LOCAL_ANSWERS = set(
+    """
+    dim ndimension is_complex is_floating_point is_signed is_conj is_neg is_inference
+    element_size get_device is_contiguous is_pinned is_shared data_ptr storage_offset
+    untyped_storage storage _typed_storage _is_view result_type can_cast is_nonzero_
+    _has_compatible_shallow_copy_type is_set_to has_names _version is_coalesced
+    retains_grad_ share_memory_ is_distributed _use_count
+    """.split()
+)
+LOCAL_GETTERS = set(
+    """
+    dtype device layout requires_grad is_leaf grad_fn _version ndim is_cuda is_cpu
+    is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_mps is_xpu is_xla is_ipu
+    is_vulkan is_ort is_mtia is_maia is_hpu is_nested names itemsize output_nr
+    retains_grad _backward_hooks _post_accumulate_grad_hooks name volatile grad_dtype
+    _cdata is_vulkan
+    """.split()
+)
+VIEW_GETTERS = {"T", "mT", "H", "mH", "real", "imag"}
+# Questions about the values: asked of the whole tensor.
+VALUES = set(
+    """
+    item tolist __bool__ __float__ __int__ __index__ __complex__ is_nonzero equal
+    allclose __contains__ numel_ __nonzero__ __long__
+    """.split()
+)
+
+
+def resolve(func: Any) -> Handler:
+    """Find the handler of a torch function; the order of the tests matters."""
+    name = name_of(func)
+    if name.endswith(".__get__"):
+        return getter(name[: -len(".__get__")])
+    if name.endswith((".__set__", ".__delete__")):
+        return setter(name)
+    if name in VALUES:
+        return whole_value
+    if name in LOCAL_ANSWERS:
+        return local_answer
+    if name in DUNDERS:
+        base, inplace = DUNDERS[name], name in INPLACE_DUNDERS
+    else:
+        inplace = name.endswith("_") and not name.endswith("__")
+        base = name[:-1] if inplace else name
+    if isinstance(func, types.FunctionType):
+        return opened(func)
+    if name in RANDOM_FILL.split():
+        return randomness.random_fill
+    if base in RANDOM_LIKE.split():
+        return randomness.random_like
+    if base == "dropout":
+        return randomness.dropout
+    if name in RANDOM_OTHER.split():
+        return randomness.gathered_random(fallback(name, inplace))
+    if base == "_foreach_norm":
+        return foreach_norm(fallback(base, inplace))
+    op = rule_of(base, inplace)
+    if op is not None:
+        return planned(op)
+    return fallback(name, inplace)
+
+
+def local_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Ask the local shard."""
+    with NoTF():
+        out = func(*args, **kwargs)
+    if type(out) is T:
+        raise ShardingError(f"{name_of(func)}: gave a tensor where none was expected.")
+    return out
+
+
+def whole_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Ask the whole value; every rank of the mesh must ask (it may communicate)."""
+    plains = []
+    for a in args:
+        if isinstance(a, DTensor):
+            a = plain(redistributed(a, a._spec.replicated())).detach()
+        plains.append(a)
+    kwargs = {
+        k: plain(redistributed(v, v._spec.replicated())) if isinstance(v, DTensor) else v
+        for k, v in kwargs.items()
+    }
+    with NoTF():
+        return func(*plains, **kwargs)
+
+
+def getter(name: str) -> Handler:
+    """An attribute of the C++ tensor."""
+    if name in VIEW_GETTERS:
+        base = {"H": "adjoint", "mH": "adjoint"}.get(name, name)
+        op = rule_of(base, False)
+        assert op is not None, "every view getter has a table entry"
+        return planned(op)
+    if name in LOCAL_GETTERS:
+        return local_answer
+
+    def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise ShardingError(
+            f"{name}: a DTensor does not have this attribute. Ask x.to_local() for the "
+            "shard's, or x.full_tensor() for the whole tensor's."
+        )
+
+    return refuse
+
+
+def setter(name: str) -> Handler:
+    """An attribute of the C++ tensor that is written."""
+    attribute = name.split(".")[0]
+
+    def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if attribute in ("_backward_hooks", "requires_grad", "names", "_fw_grad"):
+            with NoTF():
+                return func(*args, **kwargs)
+        raise ShardingError(
+            f"{attribute}: this attribute of a DTensor cannot be assigned. Use "
+            "x.copy_(value), or x.data = a DTensor of the same layout."
+        )
+
+    return write
+
+
+HANDLERS.resolver = staticmethod(resolve)  # type: ignore[assignment]

@@ -1,0 +1,301 @@
+"""Views: where each dim of the operand goes, and whether its cut goes with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Hashable, Sequence
+
+import torch
+
+from dtensor.dispatch import Call, Operand
+from dtensor.mesh.chunks import chunk_sizes
+from dtensor.notation import Letters, Notation
+from dtensor.placement import Shard
+from dtensor.rules.reductions import dims_of
+from dtensor.spec import Spec
+
+PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+
+
+def cuts(length: int, parts: Sequence[int]) -> list[int]:
+    """Lengths of all pieces of a dim that several axes cut one after another."""
+    pieces = [length]
+    for n in parts:
+        pieces = [size for piece in pieces for size in chunk_sizes(piece, n)]
+    return pieces
+
+
+def reshape_letters(
+    x: Operand, shape: Sequence[int]
+) -> tuple[Letters, Letters, set[Hashable]]:
+    """Letters of a reshape from ``x.shape`` to ``shape``.
+
+    Both shapes fall into groups with equal products. A cut survives in a group where
+    it is on the group's first dim and the pieces of the first dim of the result, times
+    what lies inside, are the same pieces. Every other dim must be whole.
+
+    Returns:
+        Letters before, letters after, letters that must stay whole.
+    """
+    before = tuple(x.shape)
+    letters: list[Hashable] = [("in", d) for d in range(len(before))]
+    after: list[Hashable] = [("out", d) for d in range(len(shape))]
+    whole: set[Hashable] = set(letters)
+    i = j = 0
+    while i < len(before) and j < len(shape):
+        if before[i] == 1 and shape[j] != 1:
+            i += 1
+            continue
+        if shape[j] == 1 and before[i] != 1:
+            j += 1
+            continue
+        i0, j0, a, b = i, j, before[i], shape[j]
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b and i < len(before):
+                a, i = a * before[i], i + 1
+            elif j < len(shape):
+                b, j = b * shape[j], j + 1
+            else:
+                break
+        if a != b:
+            break
+        parts = [
+            n
+            for n, p in zip(x.spec.mesh.shape, x.placements, strict=True)
+            if p == Shard(i0)
+        ]
+        inner = math.prod(before[i0 + 1 : i]), math.prod(shape[j0 + 1 : j])
+        pieces = [n * inner[0] for n in cuts(before[i0], parts)]
+        if pieces == [n * inner[1] for n in cuts(shape[j0], parts)]:
+            after[j0] = letters[i0]
+            whole.discard(letters[i0])
+    return tuple(letters), tuple(after), whole
+
+
+def reshaped(local: bool) -> Callable[[Call], Notation]:
+    """Rule of view and reshape; ``local``: sizes are arguments and become local."""
+
+    def rule(call: Call) -> Notation:
+        x = call.operands[0]
+        shape = call.shapes()[0]
+        before, after, whole = reshape_letters(x, shape)
+        extra: list[Letters] = [
+            tuple(("lent", i, d) for d in range(o.ndim))
+            for i, o in enumerate(call.operands[1:])
+        ]
+        name = "view" if call.name.startswith("view") else "reshape"
+
+        def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+            sizes = outs[0].local_shape
+
+            def reshape(func: Any, args: Any, kwargs: Any) -> Any:
+                return getattr(torch.Tensor, name)(args[0], sizes)
+
+            return reshape
+
+        return Notation(
+            [before, *extra],
+            [after],
+            whole=whole | {x for s in extra for x in s},
+            linear=[{0}],
+            shapes=[shape],
+            run=run if local else None,
+            view=True,
+        )
+
+    return rule
+
+
+def view(call: Call) -> Notation:
+    """``Tensor.view``: sizes, or a dtype."""
+    if call.args[1:] and isinstance(call.args[1], torch.dtype) or "dtype" in call.kwargs:
+        x = call.operands[0]
+        letters: Letters = tuple(range(x.ndim))
+        last: set[Hashable] = {x.ndim - 1} if x.ndim else set()
+        shape = call.shapes()[0]
+        same = shape == x.shape
+        return Notation(
+            [letters],
+            [letters if same else (*letters[:-1], "bytes")],
+            whole=set() if same else last,
+            shapes=[shape],
+            view=True,
+        )
+    return reshaped(True)(call)
+
+
+def permuted(call: Call) -> Notation:
+    """``transpose``, ``permute``, ``movedim`` ...: tried on a shape of primes."""
+    x = call.operands[0]
+    probe = torch.empty(PRIMES[: x.ndim], device="meta")
+    result = call.func(probe, *call.args[1:], **call.kwargs)
+    letters: Letters = tuple(range(x.ndim))
+    out: Letters = tuple(PRIMES.index(n) for n in result.shape)
+    return Notation(
+        [letters],
+        [out],
+        linear=[{0}],
+        shapes=[[x.shape[d] for d in out]],  # type: ignore[index]
+        view=True,
+    )
+
+
+def squeeze(call: Call) -> Notation:
+    """``squeeze``: the dims are found on the global shape and given explicitly."""
+    x = call.operands[0]
+    given = call.arg(1, "dim")
+    every = range(x.ndim) if given is None else dims_of(given, x.ndim)
+    dims = tuple(d for d in every if x.shape[d] == 1)
+    letters: Letters = tuple(range(x.ndim))
+    out: Letters = tuple(d for d in letters if d not in dims)
+
+    def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+        return lambda func, args, kwargs: func(args[0], dims)
+
+    return Notation(
+        [letters],
+        [out],
+        whole=set(dims),
+        linear=[{0}],
+        shapes=[[n for d, n in enumerate(x.shape) if d not in dims]],
+        run=run,
+        view=True,
+    )
+
+
+def unsqueeze(call: Call) -> Notation:
+    """``unsqueeze``: one more dim, whole."""
+    x = call.operands[0]
+    shape = call.shapes()[0]
+    dim = call.arg(1, "dim") % (x.ndim + 1)
+    letters: Letters = tuple(range(x.ndim))
+    return Notation(
+        [letters],
+        [(*letters[:dim], "new", *letters[dim:])],
+        linear=[{0}],
+        shapes=[shape],
+        view=True,
+    )
+
+
+def expand(call: Call) -> Notation:
+    """``expand``, ``expand_as``, ``broadcast_to``: stretched dims are new and whole."""
+    x = call.operands[0]
+    shape = call.shapes()[0]
+    lead = len(shape) - x.ndim
+    ins: list[Hashable] = []
+    out: list[Hashable] = [("new", d) for d in range(lead)]
+    whole: set[Hashable] = set()
+    for d, n in enumerate(x.shape):
+        ins.append(d)
+        stretched = shape[d + lead] != n
+        if stretched:
+            whole.add(d)
+        out.append(("new", d + lead) if stretched else d)
+    extra: list[Letters] = [
+        tuple(("lent", i, d) for d in range(o.ndim))
+        for i, o in enumerate(call.operands[1:])
+    ]
+
+    def run(specs: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+        sizes = outs[0].local_shape
+        return lambda func, args, kwargs: torch.Tensor.expand(args[0], sizes)
+
+    return Notation(
+        [tuple(ins), *extra],
+        [tuple(out)],
+        whole=whole | {x for s in extra for x in s},
+        linear=[{0}],
+        shapes=[shape],
+        run=run,
+        view=True,
+    )
+
+
+def cut_dim(dim_at: int, drop: bool, many: bool) -> Callable[[Call], Notation]:
+    """Rule of ops that cut along one dim: narrow, select, split, chunk, unbind."""
+
+    def rule(call: Call) -> Notation:
+        x = call.operands[0]
+        dim = dims_of(call.arg(dim_at, "dim", 0), x.ndim)[0]
+        letters: Letters = tuple(range(x.ndim))
+        rest = ("cut",) if not drop else ()
+        out: Letters = (*letters[:dim], *rest, *letters[dim + 1 :])
+        shapes = call.shapes()
+        extra: list[Letters] = [() for _ in call.operands[1:]]
+        return Notation(
+            [letters, *extra],
+            [out] * len(shapes),
+            whole={dim},
+            linear=[{0}],
+            shapes=shapes,
+            view=True,
+            many=many,
+        )
+
+    return rule
+
+
+def joined(new_dim: bool) -> Callable[[Call], Notation]:
+    """Rule of ``cat`` (along a whole dim) and ``stack`` (along a new one)."""
+
+    def rule(call: Call) -> Notation:
+        n = max(o.ndim for o in call.operands)
+        shape = call.shapes()[0]
+        dim = dims_of(call.arg(1, "dim", call.kwargs.get("axis", 0)), n + new_dim)[0]
+        ins: list[Letters] = []
+        for i, o in enumerate(call.operands):
+            if o.ndim != n:  # cat skips empty 1-d tensors
+                ins.append(tuple(("skipped", i, d) for d in range(o.ndim)))
+            elif new_dim:
+                ins.append(tuple(range(n)))
+            else:
+                ins.append(tuple(("cat", i) if d == dim else d for d in range(n)))
+        letters: Letters = tuple(range(n))
+        out: Letters = (
+            (*letters[:dim], "new", *letters[dim:])
+            if new_dim
+            else tuple("new" if d == dim else d for d in letters)
+        )
+        return Notation(
+            ins,
+            [out],
+            whole={x for sub in ins for x in sub if isinstance(x, tuple)},
+            linear=[set(range(len(ins)))],
+            shapes=[shape],
+        )
+
+    return rule
+
+
+def matrix_whole(call: Call) -> Notation:
+    """``tril``, ``triu``, ``diagonal``-like: the last two dims whole."""
+    x = call.operands[0]
+    letters: Letters = tuple(range(x.ndim))
+    return Notation(
+        [letters],
+        [letters],
+        whole=set(letters[-2:]),
+        linear=[{0}],
+        shapes=[x.shape],
+    )
+
+
+def dims_whole(dim_at: int) -> Callable[[Call], Notation]:
+    """``flip``, ``roll``: the dims that are permuted inside must be whole."""
+
+    def rule(call: Call) -> Notation:
+        x = call.operands[0]
+        name = "dims"
+        dims = call.arg(dim_at, name)
+        letters: Letters = tuple(range(x.ndim))
+        return Notation(
+            [letters],
+            [letters],
+            whole=set(dims_of(dims, x.ndim)),
+            linear=[{0}],
+            shapes=[x.shape],
+        )
+
+    return rule

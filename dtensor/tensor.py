@@ -1,0 +1,414 @@
+"""DTensor: a torch tensor that is this rank's shard, plus a spec.
+
+The C++ tensor inside is the local shard, so autograd, optimizers, hooks and
+serialization are torch's own. What a user reads (``shape``, ``size()``, ``numel``,
+``stride`` ...) answers for the global tensor; ``to_local()`` is the way to the
+shard. Operations go to ``registry.HANDLERS``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Iterator, Sequence
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as NoTF
+
+from dtensor import boundary
+from dtensor.errors import ShardingError
+from dtensor.mesh.ambient import current_mesh
+from dtensor.mesh.device_mesh import DeviceMesh
+from dtensor.placement import (
+    Partial,
+    Placements,
+    PlacementsLike,
+    Replicate,
+    Shard,
+    placements_of,
+    show,
+)
+from dtensor.redistribute import alias, plain, transition
+from dtensor.registry import HANDLERS
+from dtensor.spec import Spec, spec_of
+
+_BASE = torch.Tensor
+
+
+class DTensor(torch.Tensor):
+    """A tensor laid out over a ``DeviceMesh``, as this rank's shard and a spec.
+
+    Make one with ``distribute_tensor`` or ``DTensor.from_local``.
+    """
+
+    _spec: Spec
+    # Set on the result of a view op whose input had to be moved: a copy, so that a
+    # write into it could not reach the base.
+    _moved_view: bool = False
+    # On a leaf: a plain ``.grad`` in C++ holds unreduced addends (see gradients.py).
+    _grad_is_dual: bool = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Look the function up and let its handler answer."""
+        return HANDLERS[func](func, args, kwargs if kwargs is not None else {})
+
+    # ---- what a user reads: the global tensor --------------------------------
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Global shape."""
+        return self._spec.shape
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Global size, of one dim or of all."""
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    def numel(self) -> int:
+        """Elements of the global tensor."""
+        return math.prod(self._spec.shape)
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        """Global size of the first dim."""
+        if not self._spec.shape:
+            raise TypeError("len: a 0-d tensor has no length")
+        return self._spec.shape[0]
+
+    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Strides of the global tensor, in elements, in the shard's dim order."""
+        with NoTF():
+            local = _BASE.stride(self)
+        shape, out, step = self._spec.shape, [0] * len(self._spec.shape), 1
+        for d in sorted(range(len(shape)), key=lambda d: (local[d], -d)):
+            if local[d] == 0 and shape[d] != 1:
+                continue
+            out[d] = step
+            step *= max(1, shape[d])
+        return tuple(out) if dim is None else out[dim]
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Element type."""
+        with NoTF():
+            return _BASE.dtype.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device of the local shard."""
+        with NoTF():
+            return _BASE.device.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def placements(self) -> Placements:
+        """One placement per mesh axis."""
+        return self._spec.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        return self._spec.mesh
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Type and shard of this rank; never communicates."""
+        s = self._spec
+        with NoTF():
+            local = _BASE.shape.__get__(self)  # type: ignore[attr-defined]
+            tail = ", requires_grad=True" if _BASE.requires_grad.__get__(self) else ""  # type: ignore[attr-defined]
+        return (
+            f"DTensor(shape={tuple(s.shape)}, placements={show(s.placements)}, "
+            f"mesh={s.mesh!r}, local_shape={tuple(local)}, dtype={self.dtype}{tail})"
+        )
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        """A 0-dim replicated value formats as its number, everything else as repr."""
+        if not self._spec.shape and not any(p.is_partial() for p in self.placements):
+            return format(self.item(), spec)
+        return format(repr(self), spec)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The slices along the first dim."""
+        return iter(self.unbind(0))  # type: ignore[no-untyped-call]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    # ---- to and from the shard -----------------------------------------------
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: PlacementsLike | None = None,
+        *,
+        run_check: bool = True,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: PlacementsLike | None = None,
+    ) -> DTensor:
+        """A DTensor whose shard on this rank is ``local_tensor``.
+
+        On a replicated axis the ranks hold equal values and each expects the whole
+        gradient, so the backward all-reduces over it; ``grad_placements`` says
+        otherwise.
+
+        Args:
+            local_tensor: This rank's shard; autograd runs through to it.
+            device_mesh: The mesh; the ambient one by default.
+            placements: One per axis; all ``Replicate`` by default.
+            run_check: Compare shapes and dtypes over the mesh (one small gather,
+                every rank of the mesh must call). Without it, equal shards are
+                taken for granted where ``shape`` is not given.
+            shape: Global shape in elements; found from the shards by default.
+            stride: Accepted for PyTorch's sake; strides follow the shards.
+            grad_placements: Placements in which the gradient of ``local_tensor`` is
+                wanted: per axis ``Replicate`` (the whole gradient) or ``Partial``
+                (this rank's addend). By default Replicate where ``placements`` has
+                Replicate.
+
+        Raises:
+            ShardingError: Shards that are not cut as ``torch.chunk`` cuts, or
+                ranks that disagree, on all ranks alike.
+        """
+        mesh = mesh_or_ambient("from_local", device_mesh)
+        if isinstance(local_tensor, DTensor):
+            raise TypeError(
+                "from_local: got a DTensor, expected this rank's plain shard. Call "
+                "x.redistribute(placements) to change a layout."
+            )
+        if not isinstance(local_tensor, torch.Tensor):
+            raise TypeError(
+                f"from_local: expected a torch.Tensor, got {type(local_tensor)}."
+            )
+        if placements is None:
+            placements = (Replicate(),) * mesh.ndim
+        local, dims = local_tensor, local_tensor.ndim
+        if mesh.coordinate is None and shape is not None:
+            dims = len(tuple(shape))
+        places = placements_of("from_local", placements, mesh.ndim, dims)
+        spec = boundary.spec_of_local(local, mesh, places, shape, run_check)
+        if mesh.coordinate is None:
+            local = local.new_empty(spec.local_shape)
+        return typed(boundary.local_in(local, spec, grad_placements), spec)
+
+    def to_local(
+        self, *, grad_placements: PlacementsLike | None = None
+    ) -> torch.Tensor:
+        """This rank's shard as a plain tensor; autograd runs through it.
+
+        On a replicated axis every rank is taken to compute the same thing with the
+        result and to call backward on it, so the cotangent that comes back is
+        replicated; ``grad_placements`` with ``Partial()`` there says that each rank
+        computes its own addend.
+
+        Args:
+            grad_placements: Placements of the cotangent that comes back.
+        """
+        return boundary.local_out(self, self._spec, grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | PlacementsLike | None = None,
+        placements: PlacementsLike | None = None,
+    ) -> DTensor:
+        """The same global value in other placements; every rank of the mesh calls.
+
+        ``x.redistribute(Shard(0))``, ``x.redistribute([Shard(0), Replicate()])`` and
+        ``x.redistribute(mesh, placements)`` are the same call. A single placement
+        stands for every axis of an n-D mesh only where it is ``Replicate()``. The
+        result may share memory with this tensor, as that of ``Tensor.to`` does.
+
+        Args:
+            device_mesh: This tensor's mesh, or the placements.
+            placements: One per mesh axis.
+
+        Raises:
+            ShardingError: Placements that do not fit, or another mesh.
+        """
+        if placements is None:
+            if isinstance(device_mesh, DeviceMesh) or device_mesh is None:
+                raise ShardingError(
+                    "redistribute: no placements given. Write "
+                    "x.redistribute([Shard(0)]) with one placement per mesh axis."
+                )
+            mesh, placements = self._spec.mesh, device_mesh
+        else:
+            mesh = self._spec.mesh if device_mesh is None else device_mesh  # type: ignore[assignment]
+        if mesh is not self._spec.mesh:
+            raise ShardingError(
+                f"redistribute: the mesh must be the tensor's own, got {mesh!r}, "
+                f"expected {self._spec.mesh!r}. Call full_tensor() and "
+                "distribute_tensor(t, mesh, placements) to change the mesh."
+            )
+        if isinstance(placements, Replicate):
+            placements = (placements,) * mesh.ndim
+        places = placements_of(
+            "redistribute", placements, mesh.ndim, len(self._spec.shape)
+        )
+        return redistributed(self, self._spec.replace(places))
+
+    def full_tensor(
+        self, *, grad_placements: PlacementsLike | None = None
+    ) -> torch.Tensor:
+        """The whole global value on every rank of the mesh, as a plain tensor.
+
+        Args:
+            grad_placements: As in ``to_local``, for the replicated result.
+        """
+        return boundary.full_out(self, self._spec, grad_placements)
+
+    # ---- properties that torch stores on the C++ tensor ----------------------
+    @property
+    def data(self) -> DTensor:  # type: ignore[override]
+        """The same shard without autograd."""
+        with NoTF():
+            local = _BASE.data.__get__(self)  # type: ignore[attr-defined]
+        return typed(local, self._spec)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, DTensor) or value._spec is not self._spec:
+            got = repr(value) if isinstance(value, DTensor) else "a plain tensor"
+            raise ShardingError(
+                f"data: only a DTensor of the same layout can be put in, got {got}, "
+                f"expected {self._spec!r}. Use value.redistribute(x.placements), or "
+                "distribute_tensor(value, x.device_mesh, x.placements)."
+            )
+        with NoTF():
+            _BASE.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient as a DTensor; reading it never communicates.
+
+        A leaf's gradient has the leaf's placements (or Partial ones inside
+        ``no_grad_sync``); that of ``retain_grad()`` has the dual placements.
+        """
+        with NoTF():
+            g = _BASE.grad.__get__(self)  # type: ignore[attr-defined]
+            if g is not None and type(g) is not DTensor:
+                dual = self._grad_is_dual or not _BASE.is_leaf.__get__(self)  # type: ignore[attr-defined]
+                typed(g, self._spec.dual() if dual else self._spec)
+        return g  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            boundary.check_grad(self._spec, value)
+        self._grad_is_dual = False
+        with NoTF():
+            _BASE.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+def typed(local: torch.Tensor, spec: Spec) -> DTensor:
+    """Give a fresh local tensor its type; the tensor itself becomes the DTensor.
+
+    Args:
+        local: A plain tensor that nobody else holds.
+        spec: Its spec.
+    """
+    local.__class__ = DTensor  # type: ignore[assignment]
+    local._spec = spec  # type: ignore[attr-defined]
+    return local  # type: ignore[return-value]
+
+
+def local_of(x: torch.Tensor) -> torch.Tensor:
+    """The local shard as a plain alias, autograd kept; no boundary, no copy."""
+    return plain(x)
+
+
+def redistributed(x: DTensor, spec: Spec) -> DTensor:
+    """``x`` in another spec of the same mesh and shape; differentiable."""
+    if spec is x._spec:
+        return x
+    with NoTF():
+        out = transition(x._spec, spec)(x)
+    if type(out) is not torch.Tensor or out is x:
+        out = alias(out)
+    return typed(out, spec)
+
+
+def mesh_or_ambient(what: str, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The given mesh, or the one of ``with mesh:``."""
+    if mesh is None:
+        mesh = current_mesh()
+    if mesh is None:
+        raise ValueError(
+            f"{what}: No active device mesh. Give one ({what}(..., device_mesh=mesh)) "
+            "or call inside `with mesh:`."
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{what}: expected a DeviceMesh, got {mesh!r}.")
+    return mesh
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsLike | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Lay a full tensor out over a mesh; the result is a leaf.
+
+    Args:
+        tensor: The global value, of one shape and dtype on every rank of the mesh.
+        device_mesh: The mesh; the ambient one by default.
+        placements: One per mesh axis; all ``Replicate`` by default.
+        src_data_rank: Position in the mesh (row-major) of the rank whose values
+            count; they are broadcast. None: every rank holds the same values
+            already and nothing is sent.
+
+    Returns:
+        A DTensor with ``requires_grad`` as ``tensor`` has it.
+
+    Raises:
+        ShardingError: Placements that do not fit the mesh or the tensor.
+        ValueError: A tensor that autograd has a history of.
+
+    Bytes sent per rank: at most the tensor's (a broadcast).
+    """
+    mesh = mesh_or_ambient("distribute_tensor", device_mesh)
+    if placements is None:
+        placements = (Replicate(),) * mesh.ndim
+    places = placements_of("distribute_tensor", placements, mesh.ndim, tensor.ndim)
+    if isinstance(tensor, DTensor):
+        if tensor._spec.mesh is mesh and tensor.placements == places:
+            return tensor
+        raise ShardingError(
+            f"distribute_tensor: the tensor is distributed already, as {tensor!r}. "
+            "Call x.redistribute(placements)."
+        )
+    if not tensor.is_leaf:
+        raise ValueError(
+            "distribute_tensor: got a tensor with an autograd history, expected a "
+            "leaf. Call distribute_tensor(t.detach(), ...), or DTensor.from_local(t, "
+            "mesh, [Replicate()]) to keep the gradient."
+        )
+    spec = spec_of(mesh, places, tensor.shape)
+    with torch.no_grad():
+        local = boundary.scatter(tensor.detach(), spec, src_data_rank)
+    out = typed(local, spec)
+    if tensor.requires_grad:
+        out.requires_grad_(True)
+    if isinstance(tensor, torch.nn.Parameter):
+        out = torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[assignment]
+    return out
+
+
+__all__ = [
+    "DTensor",
+    "Partial",
+    "Replicate",
+    "Shard",
+    "distribute_tensor",
+    "local_of",
+    "redistributed",
+    "typed",
+]
