@@ -214,8 +214,8 @@ def planned(op: Op) -> Handler:
             args, kwargs = moved(plan, args, kwargs)
         if plan.rewrite is not None:
             args, kwargs = plan.rewrite(args, kwargs)
-        if plan.inplace and args[0]._moved_view:
-            refuse_moved_view(op.name)
+        if plan.inplace:
+            check_target(op.name, args[0])
         with NoTF():
             out = func(*args, **kwargs) if plan.run is None else plan.run(
                 func, args, kwargs
@@ -321,13 +321,15 @@ def into(handler: Handler, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def refuse_moved_view(name: str) -> None:
-    """In-place on a view that had to be gathered would be lost."""
-    raise ShardingError(
-        f"{name}: a write in place cannot reach the base, since this view was made by "
-        "redistributing its base. Redistribute the base first (x.redistribute(...)), "
-        "then take the view, or use the out-of-place op."
-    )
+def check_target(name: str, target: Any) -> None:
+    """Refuse a write into a view that had to be gathered: it would be lost."""
+    for t in target if isinstance(target, (list, tuple)) else (target,):
+        if isinstance(t, DTensor) and t._moved_view:
+            raise ShardingError(
+                f"{name}: a write in place cannot reach the base, since this view was "
+                "made by redistributing its base. Redistribute the base first "
+                "(x.redistribute(...)), then take the view, or use the out-of-place op."
+            )
 
 
 # ---- making a plan -----------------------------------------------------------------
@@ -578,8 +580,8 @@ def fallback(name: str, inplace: bool) -> Handler:
             judge(name, text, size, MEND, True)
             plan = Plan(tuple(moves), None, None, None, True, False, inplace, text)
             args, kwargs = moved(plan, args, kwargs)
-        elif inplace and isinstance(args[0], DTensor) and args[0]._moved_view:
-            refuse_moved_view(name)
+        elif inplace:
+            check_target(name, args[0])
         with NoTF():
             out = func(*args, **kwargs)
         given = {id(t) for _, t in tensors_in(args, kwargs)}

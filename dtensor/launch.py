@@ -280,8 +280,6 @@ def parse_arguments(
     parser.add_argument("program", help="script, or name of a module after -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     options = parser.parse_args(arguments)
-    if not (options.module or options.hosts or Path(options.program).exists()):
-        parser.error(f"there is no script {options.program!r}")
     job = Job(
         ranks=options.ranks or sum(slots for _, slots in options.hosts) or 1,
         program=(
@@ -306,6 +304,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         An exit code, where the program could not be started.
     """
     job, options = parse_arguments(arguments)
+    here = not (options.module or options.hosts)
+    if here and not Path(options.program).exists():
+        print(
+            f"dtensor-run: there is no such script, got {options.program!r}, expected "
+            f"a file. For a module write `dtensor-run -n {job.ranks} -m NAME`.",
+            file=sys.stderr,
+        )
+        return 2
     cores = count_cores()
     environ = {k: v for k, v in os.environ.items() if k not in _TOLD}
     added = build_environment(environ, job.ranks_per_host, cores)
