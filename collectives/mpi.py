@@ -157,7 +157,7 @@ class LeaveChannel:
 
     def poll(self) -> list[tuple[int, bytes]]:
         """(world rank, data) of every notice that has come; never waits."""
-        notices = []
+        notices: list[tuple[int, bytes]] = []
         status = self._mpi.Status()
         while True:
             message = self._world.Improbe(self._mpi.ANY_SOURCE, LEAVE_TAG, status)

@@ -33,7 +33,8 @@ def simulate(
 
     A rank starts with a copy of the caller's context variables (so with its ambient
     mesh), and with its grad mode, inference mode, autocast state and default device.
-    ``args`` and ``kwargs`` are the same objects on every rank.
+    ``args`` and ``kwargs`` are the same objects on every rank. What torch keeps per
+    process stays shared: the default dtype, the level of forward-mode differentiation.
 
     Random numbers are per rank, as under MPI: every rank starts with the caller's
     states of the global CPU generators of torch, ``random`` and NumPy and has them to

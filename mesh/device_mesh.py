@@ -94,7 +94,8 @@ class DeviceMesh:
             f"Make another one with DeviceMesh(...) or init_device_mesh(...)."
         )
 
-    __delattr__ = __setattr__  # type: ignore[assignment]
+    def __delattr__(self, name: str) -> NoReturn:
+        self.__setattr__(name, None)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _restore, (
@@ -249,7 +250,7 @@ class DeviceMesh:
             >>> mesh["tp"].ranks, mesh["tp", "dp"].ranks
             ((0, 1, 2), (0, 3, 1, 4, 2, 5))
         """
-        chosen = (names,) if isinstance(names, str) else tuple(names)
+        chosen = tuple(names) if isinstance(names, (tuple, list)) else (names,)
         rank = current_world().rank
         found = self._submeshes.get((chosen, rank))
         if found is None:
