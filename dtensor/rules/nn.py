@@ -27,7 +27,7 @@ def normalized(call: Call) -> Notation:
     ins: list[Letters] = [letters]
     ins += [letters[x.ndim - tail :]] * (len(call.operands) - 1)
     return Notation(
-        ins, [letters], whole=set(letters[x.ndim - tail :]), shapes=[x.shape]
+        ins, [letters], whole=set(letters[x.ndim - tail :])
     )
 
 
@@ -37,7 +37,7 @@ def group_norm(call: Call) -> Notation:
     letters: Letters = tuple(range(x.ndim))
     ins: list[Letters] = [letters]
     ins += [letters[1:2]] * (len(call.operands) - 1)
-    return Notation(ins, [letters], whole=set(letters[1:]), shapes=[x.shape])
+    return Notation(ins, [letters], whole=set(letters[1:]))
 
 
 def embedding(call: Call) -> Notation:
@@ -80,7 +80,6 @@ def embedding(call: Call) -> Notation:
         whole=whole,
         contracted={"v"},
         linear=[{0}],
-        shapes=[(*indices.shape, weight.shape[1])],
         run=run,
     )
 
@@ -195,7 +194,6 @@ def cross_entropy(call: Call) -> Notation:
         [()],
         whole={classes},
         contracted=set(batch),
-        shapes=[()],
         run=run,
     )
 
@@ -235,7 +233,7 @@ def elementwise_loss(call: Call) -> Notation:
         return mean
 
     return Notation(
-        subs, [()], whole=whole_ones(subs), contracted=set(out), shapes=[()], run=run
+        subs, [()], whole=whole_ones(subs), contracted=set(out), run=run
     )
 
 
