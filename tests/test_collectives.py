@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -152,7 +154,7 @@ def test_reduce_scatter(n: int, given: bool, op: str, dim: int) -> None:
         total = torch.stack(xs).sum(0) / (n if op == "avg" else 1)
         return list(total.split(sizes, dim))
 
-    verb: Verb = lambda x, c: reduce_scatter(x, c, dim, sizes if given else None, op)  # noqa: E731
+    verb: Verb = lambda x, c: reduce_scatter(x, c, dim, sizes if given else None, op)
     check(n, verb, serial, lambda r: shape)
 
 
@@ -478,7 +480,8 @@ def test_reductions_that_make_no_sense_are_refused() -> None:
     comm = communicator(line(1))
     yes, whole, real = torch.tensor([True]), torch.tensor([1]), torch.tensor([1.0])
     for op in ("sum", "avg", "product"):
-        refused(TypeError, f"got '{op}' for bool", lambda: comm.all_reduce(yes, op))
+        with pytest.raises(TypeError, match=f"got '{op}' for bool"):
+            comm.all_reduce(yes, op)
     refused(TypeError, "got 'avg' for int64", lambda: comm.all_reduce(whole, "avg"))
     refused(TypeError, "got 'bor' for float32", lambda: comm.all_reduce(real, "bor"))
     z = torch.tensor([1j])
@@ -523,9 +526,10 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     refused(
         ValueError, r"runs over one axis, got DeviceMesh", lambda: all_reduce(x, grid)
     )
-    sparse: Any = x.to_sparse()
-    refused(TypeError, "no plain buffer", lambda: communicator_of((0,), "x").barrier()
-            or _two(lambda c: c.all_reduce(sparse)))  # fmt: skip
+    sparse = x.to_sparse()
+    text = "no plain buffer, got layout torch.sparse_coo"
+    refused(TypeError, text, lambda: _two(lambda c: c.all_reduce(sparse)))
+    refused(TypeError, text, lambda: _two(lambda c: c.broadcast(sparse, 0)))
     refused(TypeError, "not a tensor, got float", lambda: all_reduce(1.0, grid))  # type: ignore[arg-type]
 
 
@@ -763,3 +767,10 @@ def test_exchanging_lengths_is_one_call_and_can_be_spared() -> None:
         return asked.calls(), told.calls()
 
     assert simulate(program, ranks=2) == [(2, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("name", ["counter", "functional", "simulate"])
+def test_examples_run(name: str) -> None:
+    done = doctest.testmod(importlib.import_module(f"dtensor.collectives.{name}"))
+    assert done.failed == 0
+    assert done.attempted > 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import doctest
+import importlib
 import io
 import pickle
 import threading
@@ -436,3 +438,10 @@ def test_chunks_are_those_of_torch(length: int, parts: int) -> None:
     assert chunk_sizes(length, parts) == tuple(pieces)
     for index in range(parts):
         assert chunk_offset(length, parts, index) == sum(pieces[:index])
+
+
+@pytest.mark.parametrize("name", ["ambient", "chunks", "device_mesh", "world"])
+def test_examples_run(name: str) -> None:
+    done = doctest.testmod(importlib.import_module(f"dtensor.mesh.{name}"))
+    assert done.failed == 0
+    assert done.attempted > 0
