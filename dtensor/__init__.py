@@ -2,6 +2,8 @@
 
 import dtensor.gradients
 import dtensor.rules.resolve
+from dtensor import lifecycle
+from dtensor.collectives.communicator import CollectiveError
 from dtensor.collectives.counter import count_collectives
 from dtensor.collectives.simulate import simulate
 from dtensor.errors import ShardingError
@@ -12,15 +14,35 @@ from dtensor.mesh.world import get_rank, get_world_size
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.policy import RedistributionWarning, redistribution
 from dtensor.rules.table import register_rule
+from dtensor.styles.data_parallel import DataParallel
+from dtensor.styles.parallelize import layout_of, parallelize_module
+from dtensor.styles.style import Layout, ParallelStyle, Port
+from dtensor.styles.tensor_parallel import (
+    Colwise,
+    ColwiseParallel,
+    Rowwise,
+    RowwiseParallel,
+)
 from dtensor.tensor import DTensor, distribute_tensor
 
+lifecycle.install()
+
 __all__ = [
+    "CollectiveError",
+    "Colwise",
+    "ColwiseParallel",
     "DTensor",
+    "DataParallel",
     "DeviceMesh",
+    "Layout",
+    "ParallelStyle",
     "Partial",
     "Placement",
+    "Port",
     "RedistributionWarning",
     "Replicate",
+    "Rowwise",
+    "RowwiseParallel",
     "Shard",
     "ShardingError",
     "count_collectives",
@@ -29,7 +51,9 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "init_device_mesh",
+    "layout_of",
     "no_grad_sync",
+    "parallelize_module",
     "redistribution",
     "register_rule",
     "simulate",
