@@ -1,6 +1,7 @@
 """A distributed tensor runtime: DTensors over MPI and NCCL, with torch's own autograd."""
 
 import dtensor.gradients
+import dtensor.interop
 import dtensor.rules.resolve
 from dtensor import lifecycle
 from dtensor.collectives.communicator import CollectiveError
@@ -59,3 +60,5 @@ __all__ = [
     "simulate",
     "use_mesh",
 ]
+
+dtensor.interop.install()

@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from contextvars import ContextVar
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
@@ -167,10 +168,13 @@ _BUCKETS: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary
 
 def _is_settled(spec: Spec) -> bool:
     """Whether a leaf's cotangent lies as the leaf does, with nothing to reduce."""
-    return all(
-        p.is_shard() or n == 1
-        for p, n in zip(spec.placements, spec.mesh.shape, strict=True)
-    )
+    found = spec.memo.get("settled")
+    if found is None:
+        found = spec.memo["settled"] = all(
+            p.is_shard() or n == 1
+            for p, n in zip(spec.placements, spec.mesh.shape, strict=True)
+        )
+    return bool(found)
 
 
 def watch_leaf(leaf: DTensor) -> None:
@@ -277,10 +281,10 @@ def average(spec: Spec) -> int:
 
 
 def _run(outputs: list[Any], seeds: list[Any], *options: Any, **more: Any) -> Any:
-    with NoTF():
-        return torch.autograd.graph._engine_run_backward(
-            tuple(outputs), tuple(seeds), *options, **more
-        )
+    # Torch functions stay on: hooks and users' Functions run in this very thread.
+    return torch.autograd.graph._engine_run_backward(
+        tuple(outputs), tuple(seeds), *options, **more
+    )
 
 
 def _prepared(outputs: Any, seeds: Any, what: str) -> tuple[list[Any], list[Any]]:
