@@ -14,6 +14,7 @@ import types
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
@@ -166,6 +167,10 @@ def frozen(x: Any, numbers: bool) -> Any:
         return x
     if t is torch.Generator:
         return t
+    if isinstance(x, float):  # numpy's double
+        return float
+    if isinstance(x, np.integer):
+        return (int, int(x)) if numbers else int
     if isinstance(x, dict):
         return (t, *[(k, frozen(v, numbers)) for k, v in x.items()])
     if isinstance(x, tuple):
