@@ -6,6 +6,7 @@ from typing import Any, Callable
 
 import torch
 
+from dtensor import serialization
 from dtensor.custom_function import dtensor_apply, plain_saved_tensors
 
 # All that is replaced in torch: (owner, name, what makes the wrapper).
@@ -17,6 +18,7 @@ WRAPPED: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
 
 def install() -> None:
     """Wrap the entry points of ``WRAPPED``; a second call does nothing."""
+    serialization.install()
     for owner, name, make in WRAPPED:
         original = vars(owner)[name]
         original = getattr(original, "__func__", original)
