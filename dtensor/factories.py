@@ -1,0 +1,241 @@
+"""New DTensors: ``zeros``, ``ones``, ``empty``, ``full``, ``rand``, ``randn``, ``arange``.
+
+Each rank makes its own shard; only the random ones communicate (eight bytes, to agree
+on a seed). The global value is the same for every mesh and every placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dtensor.boundary import check_dtype
+from dtensor.mesh.device_mesh import DeviceMesh
+from dtensor.placement import Partial, PlacementsLike, Replicate, placements_of
+from dtensor.redistribute import transition
+from dtensor.rules.randomness import agreed_seed
+from dtensor.spec import Spec, spec_of
+from dtensor.tensor import DTensor, mesh_or_ambient, typed
+
+Make = Callable[..., torch.Tensor]
+
+
+def _size(what: str, size: tuple[Any, ...]) -> tuple[int, ...]:
+    given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
+        raise TypeError(
+            f"{what}: sizes are integers, got {size!r}. Write {what}(4, 8, "
+            "placements=[Shard(0)])."
+        )
+    if any(n < 0 for n in given):
+        raise ValueError(f"{what}: sizes are zero or more, got {tuple(given)}.")
+    return tuple(given)
+
+
+def _spec(
+    what: str,
+    shape: Sequence[int],
+    mesh: DeviceMesh | None,
+    placements: PlacementsLike | None,
+) -> Spec:
+    mesh = mesh_or_ambient(what, mesh)
+    if placements is None:
+        placements = (Replicate(),) * mesh.ndim
+    return spec_of(mesh, placements_of(what, placements, mesh.ndim, len(shape)), shape)
+
+
+def _finished(what: str, local: torch.Tensor, spec: Spec, needs_grad: bool) -> DTensor:
+    """Addends: the value on the lead of a summing axis, zero elsewhere."""
+    check_dtype(what, local.dtype, spec.placements)
+    at = spec.coordinate or ()
+    for c, p in zip(at, spec.placements, strict=False):
+        if p == Partial() and c != 0:
+            local = torch.zeros_like(local)
+    out = typed(local, spec)
+    return out.requires_grad_(True) if needs_grad else out
+
+
+def _device(spec: Spec, device: Any) -> torch.device:
+    return torch.device(spec.mesh.device_type if device is None else device)
+
+
+def _made(
+    what: str,
+    make: Make,
+    size: tuple[Any, ...],
+    mesh: DeviceMesh | None,
+    placements: PlacementsLike | None,
+    dtype: torch.dtype | None,
+    device: Any,
+    requires_grad: bool,
+) -> DTensor:
+    spec = _spec(what, _size(what, size), mesh, placements)
+    local = make(spec.local_shape, dtype=dtype, device=_device(spec, device))
+    return _finished(what, local, spec, requires_grad)
+
+
+def zeros(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsLike | None = None,
+) -> DTensor:
+    """A DTensor of zeros.
+
+    Args:
+        size: Global shape in elements, as numbers or as one sequence.
+        dtype: Element type; torch's default by default.
+        device: Device of the shards; the mesh's by default. ``"meta"`` holds no data.
+        requires_grad: Whether it is a leaf that records gradients.
+        device_mesh: The mesh; the ambient one by default.
+        placements: One per mesh axis; all ``Replicate`` by default.
+
+    Raises:
+        ValueError: No mesh, negative sizes, or placements that do not fit.
+
+    Example:
+        >>> from dtensor.mesh.device_mesh import init_device_mesh
+        >>> with init_device_mesh("cpu", (1,)):
+        ...     zeros(2, 3).shape
+        torch.Size([2, 3])
+    """
+    return _made(
+        "zeros", torch.zeros, size, device_mesh, placements, dtype, device, requires_grad
+    )
+
+
+def ones(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsLike | None = None,
+) -> DTensor:
+    """A DTensor of ones; arguments as in ``zeros``."""
+    return _made(
+        "ones", torch.ones, size, device_mesh, placements, dtype, device, requires_grad
+    )
+
+
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsLike | None = None,
+) -> DTensor:
+    """A DTensor whose values are not set; arguments as in ``zeros``."""
+    return _made(
+        "empty", torch.empty, size, device_mesh, placements, dtype, device, requires_grad
+    )
+
+
+def full(
+    size: Sequence[int],
+    fill_value: float | bool | complex,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsLike | None = None,
+) -> DTensor:
+    """A DTensor of one number; other arguments as in ``zeros``."""
+
+    def make(shape: Any, **options: Any) -> torch.Tensor:
+        return torch.full(shape, fill_value, **options)
+
+    return _made(
+        "full", make, (size,), device_mesh, placements, dtype, device, requires_grad
+    )
+
+
+def _random(
+    what: str,
+    make: Make,
+    size: tuple[Any, ...],
+    mesh: DeviceMesh | None,
+    placements: PlacementsLike | None,
+    dtype: torch.dtype | None,
+    device: Any,
+    requires_grad: bool,
+) -> DTensor:
+    spec = _spec(what, _size(what, size), mesh, placements)
+    where = _device(spec, device)
+    if spec.coordinate is None or where.type == "meta":
+        local = make(spec.local_shape, dtype=dtype, device=where)
+    else:
+        source = torch.Generator(device=where).manual_seed(agreed_seed(spec))
+        whole = make(spec.shape, dtype=dtype, device=where, generator=source)
+        cut = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
+        local = transition(spec.replicated(), spec.replace(cut))(whole)
+    return _finished(what, local, spec, requires_grad)
+
+
+def rand(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsLike | None = None,
+) -> DTensor:
+    """Uniform numbers in [0, 1), one global sample; arguments as in ``zeros``.
+
+    Every rank of the mesh must call: the seed is drawn on the first and sent.
+    """
+    return _random(
+        "rand", torch.rand, size, device_mesh, placements, dtype, device, requires_grad
+    )
+
+
+def randn(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsLike | None = None,
+) -> DTensor:
+    """Normal numbers, one global sample; see ``rand``."""
+    return _random(
+        "randn", torch.randn, size, device_mesh, placements, dtype, device, requires_grad
+    )
+
+
+def arange(
+    *bounds: float,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsLike | None = None,
+) -> DTensor:
+    """``torch.arange(end)``, ``(start, end)`` or ``(start, end, step)``, laid out.
+
+    Args:
+        bounds: As in ``torch.arange``; numbers.
+        dtype, device, requires_grad, device_mesh, placements: As in ``zeros``.
+    """
+    if any(isinstance(b, torch.Tensor) for b in bounds):
+        raise TypeError(
+            "arange: bounds are numbers, got a tensor. Call x.item() on every rank."
+        )
+    length = torch.arange(*bounds, dtype=dtype, device="meta").shape[0]
+    spec = _spec("arange", (length,), device_mesh, placements)
+    whole = torch.arange(*bounds, dtype=dtype, device=_device(spec, device))
+    if spec.coordinate is None:
+        return _finished("arange", whole.new_empty(0), spec, requires_grad)
+    offset, size = spec.block(0, spec.mesh.ndim)
+    return _finished(
+        "arange", whole.narrow(0, offset, size).clone(), spec, requires_grad
+    )
+
+
+__all__ = ["arange", "empty", "full", "ones", "rand", "randn", "zeros"]
