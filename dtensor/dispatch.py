@@ -11,6 +11,7 @@ illegal calls are found there, before anything is moved.
 from __future__ import annotations
 
 import types
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Sequence
 
@@ -337,6 +338,16 @@ def check_target(name: str, target: Any) -> None:
             )
 
 
+def check_shape_kept(name: str, target: DTensor) -> None:
+    """An op without a rule that resized its target is found out on every rank."""
+    local = torch.Tensor.shape.__get__(target)  # type: ignore[attr-defined]
+    if local != target._spec.local_shape:
+        raise ShardingError(
+            f"{name}: a DTensor keeps its shape, got a shard of {tuple(local)}, expected "
+            f"{tuple(target._spec.local_shape)}. Its values are lost; make a new tensor."
+        )
+
+
 # ---- making a plan -----------------------------------------------------------------
 def tensors_in(
     args: Sequence[Any], kwargs: dict[str, Any]
@@ -457,6 +468,11 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"{op.name}_: in place, the result would need other placements than the "
             f"target has, got operands {text} on {mesh!r}. Use the out-of-place "
             f"{op.name}, or redistribute the target first: x = x.redistribute(...)."
+        )
+    if op.inplace and not n.many and tuple(n.shapes[0]) != tuple(operands[0].shape):
+        raise ShardingError(
+            f"{op.name}_: a DTensor keeps its shape, got {tuple(operands[0].shape)}, "
+            f"which would become {tuple(n.shapes[0])}. Use the out-of-place {op.name}."
         )
     moves = []
     for o, places in zip(operands, n.ins, strict=True):
@@ -587,8 +603,12 @@ def fallback(name: str, inplace: bool) -> Handler:
             args, kwargs = moved(plan, args, kwargs)
         elif inplace:
             check_target(name, args[0])
+        if isinstance(func, types.FunctionType):  # would see global shapes: plain ones
+            args, kwargs = _plain_arguments(args), _plain_arguments(kwargs)
         with NoTF():
             out = func(*args, **kwargs)
+            if inplace and isinstance(args[0], DTensor):
+                check_shape_kept(name, args[0])
         given = {id(t) for _, t in tensors_in(args, kwargs)}
 
         def whole(o: Any) -> Any:
@@ -614,6 +634,17 @@ def fallback(name: str, inplace: bool) -> Handler:
     return handler
 
 
+def _plain_arguments(x: Any) -> Any:
+    """Arguments with every DTensor as a plain alias of its shard."""
+    if isinstance(x, DTensor):
+        return plain(x)
+    if isinstance(x, dict):
+        return {k: _plain_arguments(v) for k, v in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(_plain_arguments(v) for v in x)
+    return x
+
+
 def _retype_whole(t: torch.Tensor, spec: Spec, shape: Sequence[int]) -> DTensor:
     t.__class__ = DTensor  # type: ignore[assignment]
     t._spec = spec_of(  # type: ignore[attr-defined]
@@ -623,6 +654,8 @@ def _retype_whole(t: torch.Tensor, spec: Spec, shape: Sequence[int]) -> DTensor:
 
 
 # ---- Python-level torch functions --------------------------------------------------------
+# Functions whose bodies are running, the innermost last.
+_OPEN: ContextVar[tuple[Any, ...]] = ContextVar("dtensor_open", default=())
 _NEVER: dict[str, Any] = {
     "has_torch_function": lambda *_: False,
     "has_torch_function_unary": lambda *_: False,
@@ -635,7 +668,9 @@ def opened(func: Any) -> Handler:
 
     Such a function only calls other torch functions; its first lines ask whether to
     hand over to ``__torch_function__``. A copy whose globals answer no runs the body
-    with global shapes, and every torch function inside comes back here.
+    with global shapes, and every torch function inside comes back here. Where the body
+    hands the same function over again from a helper of its own, it runs on gathered
+    plain tensors instead.
     """
     inner = types.FunctionType(
         func.__code__,
@@ -646,8 +681,17 @@ def opened(func: Any) -> Handler:
     )
     inner.__kwdefaults__ = func.__kwdefaults__
 
+    gathered = fallback(name_of(func), name_of(func).endswith("_"))
+
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return inner(*args, **kwargs)
+        running = _OPEN.get()
+        if func in running:
+            return gathered(func, args, kwargs)
+        token = _OPEN.set((*running, func))
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            _OPEN.reset(token)
 
     return handler
 
