@@ -1,0 +1,150 @@
+"""examples/train_lm.py: the laid-out model learns as the serial one does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import report
+import train_lm
+from corpus import Corpus, known_share, read_text
+
+from dtensor import init_device_mesh, simulate
+
+STEPS = 20
+TINY = train_lm.Options(
+    steps=STEPS, batch=8, context=8, dim=16, layers=2, heads=4, dtype="float64"
+)
+MESHES = {
+    (4,): ("tp",),
+    (2, 2): ("dp", "tp"),
+    (1, 4): ("dp", "tp"),
+    (4, 1): ("dp", "tp"),
+}
+
+
+@cache
+def corpus() -> Corpus:
+    found = Corpus(read_text())
+    found.batch(1, 8, torch.Generator())  # fills what is computed once
+    return found
+
+
+def history(trainer: train_lm.Trainer) -> list[list[torch.Tensor]]:
+    """Per step: the loss and the whole gradient of every parameter."""
+    rows = []
+    for _ in range(STEPS):
+        row = [torch.tensor(trainer.step(), dtype=torch.float64)]
+        for p in trainer.model.parameters():
+            assert p.grad is not None
+            full = getattr(p.grad, "full_tensor", p.grad.clone)
+            row.append(full())
+        rows.append(row)
+    return rows
+
+
+@cache
+def serial() -> list[list[torch.Tensor]]:
+    return history(train_lm.Trainer(TINY, corpus(), None))
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["dtensor", "local"])
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_twenty_steps_equal_the_serial_run(shape: tuple[int, ...], local: bool) -> None:
+    from dataclasses import replace
+
+    options = replace(TINY, local_activations=local)
+
+    def program() -> list[list[torch.Tensor]]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=MESHES[shape])
+        return history(train_lm.Trainer(options, corpus(), mesh))
+
+    want = serial()
+    for got in simulate(program, ranks=4, timeout=300):
+        for step, (row, right) in enumerate(zip(got, want, strict=True)):
+            assert len(row) == len(right)
+            for a, b in zip(row, right, strict=True):
+                assert (a - b).abs().max() < 1e-9, f"step {step}"
+
+
+@pytest.mark.mpi
+def test_whole_program_under_mpiexec(tmp_path: Path) -> None:
+    """The command of the README, with a tiny model, compared to one process."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        pytest.skip("no mpiexec beside this Python or in PATH: pip install mpich")
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install mpi4py")
+    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in path if p),
+    }
+    flags = "--mesh dp=2,tp=2 --steps 20 --batch 8 --context 8 --dim 16 --layers 2"
+    flags += " --dtype float64 --compare-serial --characters 20"
+    done = subprocess.run(
+        [mpiexec, "-n", "4", sys.executable, str(ROOT / "examples/train_lm.py")]
+        + [*flags.split(), "--out", str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = next(x for x in done.stdout.splitlines() if x.startswith("largest differ"))
+    assert float(line.rsplit(" ", 1)[1]) < 1e-9
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "blocks.*.attention.qkv.weight  (48, 16)       R, S(0)" in done.stdout
+    # Two all-reduces forward and two backward per block, and the leaf bucket.
+    row = next(x for x in done.stdout.splitlines() if x.startswith("all_reduce  tp"))
+    assert row.split()[2] == str(4 * 2 + 1)
+
+
+def test_split_of_the_text_keeps_held_out_text_out() -> None:
+    text = corpus()
+    assert sum(map(len, text.training)) + sum(map(len, text.held_out)) == len(text.text)
+    assert 0.08 < sum(map(len, text.held_out)) / len(text.text) < 0.12
+    whole = text.decode(torch.cat(text.training).tolist())
+    tokens, targets = text.batch(64, 32, torch.Generator().manual_seed(0))
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    runs = [text.decode(run.tolist()) for run in text.training]
+    for row in tokens:
+        window = text.decode(row.tolist())
+        assert window in whole
+        assert any(window in run for run in runs)
+
+
+def test_words_that_occur_are_counted() -> None:
+    assert known_share("cut The function xqzzy returns cut", corpus()) == 0.75
+
+
+def test_mesh_texts_that_do_not_fit_are_refused() -> None:
+    assert train_lm.make_mesh("") is None
+    with pytest.raises(ValueError, match=r"--mesh: not a mesh, got 'pp=2'"):
+        train_lm.make_mesh("pp=2")
+    with pytest.raises(ValueError, match=r"does not fit the world, got 'dp=2,tp=2'"):
+        train_lm.make_mesh("dp=2,tp=2")
+
+
+def test_progress_speaks_in_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for shown in (True, False):
+        with report.Progress(2, shown=shown) as progress:
+            progress.show(1, 3.25, 1000.0)
+            progress.show(2, 3.0, 1000.0)
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "step     1/2  loss 3.250  1,000 tokens/s"
+    assert len(out) == 2
