@@ -59,7 +59,7 @@ class Corpus:
 
     @cached_property
     def _blocks(self) -> list[tuple[int, Tensor]]:
-        return list(enumerate(self.codes.split(BLOCK)))
+        return list(enumerate(torch.split(self.codes, BLOCK)))
 
     @cached_property
     def training(self) -> list[Tensor]:

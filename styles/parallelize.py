@@ -93,7 +93,7 @@ def parallelize_module(
             stacklevel=2,
         )
         return module
-    mesh = mesh_or_ambient("parallelize_module", device_mesh)  # type: ignore[arg-type]
+    mesh = mesh_or_ambient("parallelize_module", device_mesh)
     entries = flatten_plan(parallelize_plan)
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     draft = _Draft(module, mesh)
@@ -317,8 +317,8 @@ class _Draft:
             out = nn.Parameter(out, requires_grad=old.requires_grad)
         else:
             out.requires_grad_(old.requires_grad)
-        if old.grad is not None:
-            out.grad = old.grad.redistribute(places).clone()  # type: ignore[attr-defined]
+        if isinstance(old.grad, DTensor):
+            out.grad = old.grad.redistribute(places).clone()
         return out
 
     # ---- third step: put everything in place -------------------------------------

@@ -12,13 +12,13 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Union
+from typing import Any
 
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.styles.style import ParallelStyle
 
-StyleLike = Union[ParallelStyle, type[ParallelStyle]]
-Plan = Union[StyleLike, Sequence[StyleLike], Mapping[str, Any]]
+StyleLike = ParallelStyle | type[ParallelStyle]
+Plan = StyleLike | Sequence[StyleLike] | Mapping[str, Any]
 Entry = tuple[str, ParallelStyle]
 
 
@@ -116,9 +116,7 @@ def _fits(key: Sequence[str], name: Sequence[str]) -> bool:
         least = 0 if len(key) > 1 else 1
         return any(_fits(key[1:], name[i:]) for i in range(least, len(name) + 1))
     return (
-        bool(name)
-        and fnmatch.fnmatchcase(name[0], key[0])
-        and _fits(key[1:], name[1:])
+        bool(name) and fnmatch.fnmatchcase(name[0], key[0]) and _fits(key[1:], name[1:])
     )
 
 
