@@ -1,0 +1,30 @@
+# Every target sets up what it needs, from nothing, and can be run again.
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+BIN := $(VENV)/bin
+
+.PHONY: train test lint bench clean
+
+train: $(READY)
+	$(BIN)/dtensor-run -n 4 examples/train_lm.py --mesh dp=2,tp=2
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/dispatch.py
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check \
+		-c constraints.txt -e '.[mpich,examples,test]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) out *.egg-info
