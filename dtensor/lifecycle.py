@@ -4,9 +4,9 @@ MPI itself does nothing for a rank that waits for one that will never come. Wher
 launcher started the process, ``install`` sees to three ways of leaving:
 
 * An uncaught exception prints its traceback with its rank and ends the whole job.
-* A rank that ends, by ``sys.exit`` or at the end of its script, tells the others. One
-  that waits for it in a collective says so, and ends the job: a notice alone is no
-  fault, since a rank may well end a little before the others.
+* A rank that ends, by ``sys.exit`` or at the end of its script, tells the others, and
+  ends when all have. One that waits for it in a collective says so, and ends the job:
+  the notice alone is no fault, since a rank may well end a little before the others.
 * An interrupt that cannot reach a rank, since it waits in a collective, ends the job.
 
 The last two are seen by a thread that looks twice a second, and only while the rank
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import glob
 import io
 import os
@@ -24,6 +25,7 @@ import select
 import signal
 import struct
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -46,6 +48,7 @@ from dtensor.rank_environment import (
 OWNER = "DTENSOR_RANK_PROCESS"  # process id of the rank: its children inherit the rest
 POLL = 0.5  # seconds between two looks
 GRACE = 2.0  # seconds that a rank may go on waiting for one that has ended
+PATIENCE = 2.0  # seconds that the MPI launcher has to read the last output
 INTERRUPTED = 130  # exit code, as shells have it
 
 _Call = tuple[str, str, int, tuple[int, ...], float]
@@ -126,6 +129,12 @@ class Watcher:
                 os.write(self._pipe[1], b"\0")
             self._thread.join(timeout=1.0)
 
+    def collect(self) -> Mapping[int, Notice]:
+        """Take what has come; returns all notices so far, by rank."""
+        for rank, data in mpi.leave_channel().poll():
+            self.notices[rank] = Notice.unpack(data)
+        return self.notices
+
     def _run(self) -> None:
         while True:
             ready, _, _ = select.select([self._pipe[0]], [], [], POLL)
@@ -155,9 +164,7 @@ class Watcher:
             )
 
     def _look_at_notices(self, call: _Call, now: float) -> None:
-        for rank, data in mpi.leave_channel().poll():
-            self.notices[rank] = Notice.unpack(data)
-        found = blame(call, self.notices)
+        found = blame(call, self.collect())
         if found is None:
             self._blamed = None
         elif self._blamed is None or self._blamed[0] != call:
@@ -189,11 +196,11 @@ def blame(call: _Call, notices: Mapping[int, Notice]) -> int | None:
 def explain_wait(call: _Call, rank: int, ended: int, notice: Notice) -> str:
     """The message of ``rank`` that waits in ``call`` for ``ended``."""
     verb, axis, sequence, ranks, _ = call
-    how = "the end of its script" if notice.code < 0 else f"sys.exit({notice.code})"
+    how = "normally" if notice.code < 0 else f"with sys.exit({notice.code})"
     done = max(notice.finished.get(checksum(ranks), 0), 0)
     return (
         f"{verb}: rank {rank} waits in vain on axis {axis!r} in call {sequence}, got "
-        f"rank {ended} that ended by {how} after {done} calls, expected all ranks "
+        f"rank {ended} that ended {how} after {done} calls, expected all ranks "
         f"{_spell(ranks)}. Let every rank of an axis make the same calls before it "
         f"ends."
     )
@@ -243,13 +250,24 @@ class _Rank:
         self.exit(status)
 
     def on_end(self) -> None:
-        """Tell the others that this rank makes no further call."""
+        """Tell the others that this rank makes no further call, and hear it of them."""
         if os.getpid() != self.process:
             return
         self.watcher.stop()
         if sys.excepthook != self.on_exception and hasattr(sys, "last_value"):
             # Another hook has replaced this one, and an exception went to it.
             _end_job(f"rank {self.rank} of {self.size} ends the job", 1)
+        try:
+            self.part()
+        except KeyboardInterrupt:
+            _end_job(f"rank {self.rank} was interrupted at its end.", INTERRUPTED)
+
+    def part(self) -> None:
+        """Exchange notices with all ranks: MPI does not end with messages on the way.
+
+        It is no longer wait than that of MPI_Finalize, which follows, and a quieter
+        one.
+        """
         if not mpi.started():
             # The others may be starting MPI, which waits for this rank; and without
             # MPI it cannot tell them that it will not take part in what follows.
@@ -259,8 +277,14 @@ class _Rank:
                 mpi.start()
             except ImportError:  # then no rank waits in MPI either
                 return
+        if mpi.start().COMM_WORLD.size != self.size:  # of another MPI than mpiexec
+            return
         finished = {checksum(k): v for k, v in mpi.finished().items()}
         mpi.leave_channel().post(Notice(self.code, finished).pack())
+        pause = 0.001
+        while len(self.watcher.collect()) < self.size - 1:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
 
 
 def install() -> None:
@@ -285,7 +309,8 @@ def install() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A job that is ended must not take the lines along that it printed before.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    if world[1] > 1:
+    installed = isinstance(getattr(sys.excepthook, "__self__", None), _Rank)
+    if world[1] > 1 and not installed:
         _Rank(*world).install()
 
 
@@ -308,6 +333,7 @@ def _end_job(message: str, code: int) -> NoReturn:
     """Print, and end all ranks."""
     _write(message)
     _remove_shared_memory()
+    _await_output()
     mpi.abort(code)
 
 
@@ -316,6 +342,23 @@ def _write(message: str) -> None:
     if message and sys.stderr is not None:
         sys.stderr.write(message if message.endswith("\n") else message + "\n")
         sys.stderr.flush()
+
+
+def _await_output() -> None:
+    """Let the MPI launcher read what was printed: Hydra drops it when a job ends."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+            until = time.monotonic() + PATIENCE
+            while time.monotonic() < until and _count_unread(stream.fileno()):
+                time.sleep(0.01)
+    time.sleep(0.2)  # from there it goes on to the launcher of the whole job
+
+
+def _count_unread(pipe: int) -> int:
+    """Bytes in a pipe that nobody has read yet."""
+    (count,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
+    return int(count)
 
 
 def _remove_shared_memory() -> None:
