@@ -25,6 +25,7 @@ _WIDE = {
     torch.float8_e5m2: torch.float32,
     torch.complex32: torch.complex64,
 }
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2})
 # Same bits under sums, products and bitwise folds; torch adds only the signed ones.
 _SIGNED = {
     torch.uint16: torch.int16,
@@ -208,7 +209,7 @@ class CheckedCommunicator:
         self._sequencer.sequence += 1
         if sent is not None:
             self._tally.add(verb, self.axis, sent)
-        shape = () if x is None else tuple(x.shape)
+        shape = () if x is None else x.shape
         if same_shape:
             agree = (*agree, ("shape", shape))
         return Call(
@@ -250,7 +251,7 @@ class CheckedCommunicator:
 
 def _host(x: torch.Tensor) -> torch.Tensor:
     """The values of ``x`` as a contiguous detached tensor in host memory."""
-    if x.layout is not torch.strided or x.is_quantized or x.device.type == "meta":
+    if x.layout is not torch.strided or x.dtype in _QUANTIZED or x.is_meta:
         raise TypeError(
             f"collective: the tensor has no plain buffer, got layout {x.layout} on "
             f"{x.device}, expected a strided tensor with values. Use x.to_dense()."
@@ -258,7 +259,7 @@ def _host(x: torch.Tensor) -> torch.Tensor:
     x = x.detach()
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         x = x.cpu()
     return x.contiguous()
 
@@ -270,7 +271,7 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 
 def _back(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The result on the device of the input."""
-    return out if x.device.type == "cpu" else out.to(x.device)
+    return out if x.is_cpu else out.to(x.device)
 
 
 def _to_wire(x: torch.Tensor, row: Reduction) -> tuple[torch.Tensor, Reduction]:

@@ -10,17 +10,17 @@ implements, with arguments already checked, contiguous and on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from dtensor.collectives.reductions import Reduction
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call of a verb on one rank: what errors name and what ranks must agree on.
+
+    A tuple, since one is made for every call and must cost little.
 
     Attributes:
         verb: The collective, for example ``"all_reduce"``.
@@ -45,10 +45,11 @@ class Call:
         """The call in words, for messages."""
         text = (
             f"{self.verb} on axis {self.axis!r} (rank {self.rank}, call "
-            f"{self.sequence}, shape {self.shape}, dtype {dtype_name(self.dtype)}"
+            f"{self.sequence}, shape {tuple(self.shape)}, dtype {dtype_name(self.dtype)}"
         )
         for name, value in self.agree:
-            text += f", {name} {value}"
+            if name != "shape":
+                text += f", {name} {value}"
         return text + ")"
 
 
@@ -75,7 +76,7 @@ class CollectiveError(RuntimeError):
         self.axis = call.axis
         self.verb = call.verb
         self.sequence = call.sequence
-        self.shape = call.shape
+        self.shape = tuple(call.shape)
         self.dtype = call.dtype
 
 

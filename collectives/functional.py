@@ -27,20 +27,16 @@ kept; backward, which may run on another thread, reads no context.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from dtensor.collectives import arguments, dims
+from dtensor.collectives.arguments import Group
 from dtensor.collectives.communicator import Communicator
-from dtensor.collectives.reductions import REDUCTIONS
-from dtensor.collectives.registry import communicator
 from dtensor.mesh.chunks import chunk_sizes
-from dtensor.mesh.device_mesh import DeviceMesh
-
-Group = Communicator | DeviceMesh
 
 
 def all_reduce(x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
@@ -70,10 +66,10 @@ def all_reduce(x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
         >>> simulate(lambda: all_reduce(torch.tensor(get_rank()), mesh).item(), 3)
         [3, 3, 3]
     """
-    x, comm = plain(x), _resolve(group, "all_reduce")
+    x, comm = arguments.plain(x), arguments.resolve(group, "all_reduce")
     if _bare(x):
         return comm.all_reduce(x, op)
-    _check_linear("all_reduce", x, op)
+    arguments.check_linear("all_reduce", x, op)
     return _apply(_AllReduce, x, comm, op)
 
 
@@ -107,15 +103,15 @@ def all_gather(
         >>> simulate(lambda: all_gather(torch.ones(1 + get_rank()), mesh).shape, 2)
         [torch.Size([3]), torch.Size([3])]
     """
-    x, comm = plain(x), _resolve(group, "all_gather")
-    dim = _dim("all_gather", x, dim)
+    x, comm = arguments.plain(x), arguments.resolve(group, "all_gather")
+    dim = arguments.dim("all_gather", x, dim)
     if sizes is None:
-        lengths = _exchange(x.shape[dim], comm)
+        lengths = arguments.exchange(x.shape[dim], comm)
     else:
-        lengths = _lengths("all_gather", "sizes", sizes, comm)
-        _fits("all_gather", "sizes", lengths[comm.rank], x.shape[dim], dim)
+        lengths = arguments.lengths("all_gather", "sizes", sizes, comm)
+        arguments.fits("all_gather", "sizes", lengths[comm.rank], x.shape[dim], dim)
     if _bare(x):
-        return _gather(x, comm, dim, lengths)
+        return dims.gather(x, comm, dim, lengths)
     return _apply(_AllGather, x, comm, dim, lengths)
 
 
@@ -152,16 +148,18 @@ def reduce_scatter(
         >>> simulate(lambda: reduce_scatter(torch.arange(3), mesh).tolist(), ranks=2)
         [[0, 2], [4]]
     """
-    x, comm = plain(x), _resolve(group, "reduce_scatter")
-    dim = _dim("reduce_scatter", x, dim)
+    x, comm = arguments.plain(x), arguments.resolve(group, "reduce_scatter")
+    dim = arguments.dim("reduce_scatter", x, dim)
     if sizes is None:
         lengths = chunk_sizes(x.shape[dim], comm.size)
     else:
-        lengths = _lengths("reduce_scatter", "sizes", sizes, comm)
-        _fits("reduce_scatter", "sum of sizes", sum(lengths), x.shape[dim], dim)
+        lengths = arguments.lengths("reduce_scatter", "sizes", sizes, comm)
+        arguments.fits(
+            "reduce_scatter", "sum of sizes", sum(lengths), x.shape[dim], dim
+        )
     if _bare(x):
-        return _scatter(x, comm, dim, lengths, op)
-    _check_linear("reduce_scatter", x, op)
+        return dims.scatter(x, comm, dim, lengths, op)
+    arguments.check_linear("reduce_scatter", x, op)
     return _apply(_ReduceScatter, x, comm, dim, lengths, op)
 
 
@@ -203,27 +201,31 @@ def all_to_all(
         >>> simulate(lambda: all_to_all(torch.ones(1, 4), mesh, 1, 0).shape, ranks=2)
         [torch.Size([2, 2]), torch.Size([2, 2])]
     """
-    x, comm = plain(x), _resolve(group, "all_to_all")
-    split_dim = _dim("all_to_all", x, split_dim)
-    concat_dim = _dim("all_to_all", x, concat_dim)
+    x, comm = arguments.plain(x), arguments.resolve(group, "all_to_all")
+    split_dim = arguments.dim("all_to_all", x, split_dim)
+    concat_dim = arguments.dim("all_to_all", x, concat_dim)
     if split_sizes is None:
         sent = chunk_sizes(x.shape[split_dim], comm.size)
     else:
-        sent = _lengths("all_to_all", "split_sizes", split_sizes, comm)
+        sent = arguments.lengths("all_to_all", "split_sizes", split_sizes, comm)
         total = sum(sent)
-        _fits("all_to_all", "sum of split_sizes", total, x.shape[split_dim], split_dim)
+        arguments.fits(
+            "all_to_all", "sum of split_sizes", total, x.shape[split_dim], split_dim
+        )
     own = sent[comm.rank] if split_dim == concat_dim else x.shape[concat_dim]
     if concat_sizes is not None:
-        received = _lengths("all_to_all", "concat_sizes", concat_sizes, comm)
-        _fits("all_to_all", "own concat_sizes", received[comm.rank], own, concat_dim)
+        received = arguments.lengths("all_to_all", "concat_sizes", concat_sizes, comm)
+        arguments.fits(
+            "all_to_all", "own concat_sizes", received[comm.rank], own, concat_dim
+        )
     elif split_dim == concat_dim:
         one = (1,) * comm.size
         lengths = torch.tensor(sent, dtype=torch.int64, device="cpu")
         received = tuple(comm.all_to_all(lengths, one, one).tolist())
     else:
-        received = _exchange(own, comm)
+        received = arguments.exchange(own, comm)
     if _bare(x):
-        return _transpose(x, comm, split_dim, concat_dim, sent, received)
+        return dims.transpose(x, comm, split_dim, concat_dim, sent, received)
     return _apply(_AllToAll, x, comm, split_dim, concat_dim, sent, received)
 
 
@@ -253,7 +255,7 @@ def broadcast(x: torch.Tensor, group: Group, root: int = 0) -> torch.Tensor:
         >>> simulate(lambda: broadcast(torch.tensor(get_rank()), mesh, 1).item(), 3)
         [1, 1, 1]
     """
-    x, comm = plain(x), _resolve(group, "broadcast")
+    x, comm = arguments.plain(x), arguments.resolve(group, "broadcast")
     if _bare(x):
         return comm.broadcast(x, root)
     return _apply(_Broadcast, x, comm, root)
@@ -281,9 +283,9 @@ def permute(x: torch.Tensor, group: Group, shift: int) -> torch.Tensor:
         >>> simulate(lambda: permute(torch.tensor(get_rank()), mesh, 1).item(), 3)
         [2, 0, 1]
     """
-    x, comm = plain(x), _resolve(group, "permute")
+    x, comm = arguments.plain(x), arguments.resolve(group, "permute")
     if _bare(x):
-        return _shift(x, comm, shift)
+        return dims.shift(x, comm, shift)
     return _apply(_Permute, x, comm, shift)
 
 
@@ -316,7 +318,7 @@ def identity_all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
         >>> simulate(program, ranks=2)
         [3.0, 3.0]
     """
-    x, comm = plain(x), _resolve(group, "identity_all_reduce")
+    x, comm = arguments.plain(x), arguments.resolve(group, "identity_all_reduce")
     if _bare(x):
         return x.view_as(x)
     return _apply(_IdentityAllReduce, x, comm)
@@ -349,7 +351,7 @@ def all_reduce_identity(x: torch.Tensor, group: Group) -> torch.Tensor:
         >>> simulate(program, ranks=2)
         [1.0, 1.0]
     """
-    x, comm = plain(x), _resolve(group, "all_reduce_identity")
+    x, comm = arguments.plain(x), arguments.resolve(group, "all_reduce_identity")
     if _bare(x):
         return comm.all_reduce(x)
     return _apply(_AllReduceIdentity, x, comm)
@@ -357,85 +359,13 @@ def all_reduce_identity(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 def _reduce_to(x: torch.Tensor, comm: Communicator, root: int) -> torch.Tensor:
     """The sum at ``root``, zeros elsewhere: the adjoint of ``broadcast``."""
-    x = plain(x)
+    x = arguments.plain(x)
     if _bare(x):
         counts = [0] * comm.size
         counts[root] = x.numel()
         total = comm.reduce_scatter(x, counts)
         return total.view(x.shape) if comm.rank == root else torch.zeros_like(x)
     return _apply(_ReduceTo, x, comm, root)
-
-
-# ------------------------------------------------- the verbs without autograd, on dims
-def _gather(
-    x: torch.Tensor, comm: Communicator, dim: int, sizes: tuple[int, ...]
-) -> torch.Tensor:
-    inner = _inner(x, dim)
-    flat = comm.all_gather(x, [n * inner for n in sizes])
-    return _join(flat, list(x.shape), dim, sizes)
-
-
-def _scatter(
-    x: torch.Tensor, comm: Communicator, dim: int, sizes: tuple[int, ...], op: str
-) -> torch.Tensor:
-    inner = _inner(x, dim)
-    counts = [n * inner for n in sizes]
-    flat = comm.reduce_scatter(_cut(x, dim, sizes), counts, op)
-    return flat.view(_shape(x, dim, sizes[comm.rank]))
-
-
-def _transpose(
-    x: torch.Tensor,
-    comm: Communicator,
-    split_dim: int,
-    concat_dim: int,
-    sent: tuple[int, ...],
-    received: tuple[int, ...],
-) -> torch.Tensor:
-    send_counts = [n * _inner(x, split_dim) for n in sent]
-    shape = _shape(x, split_dim, sent[comm.rank])
-    shape[concat_dim] = 1
-    inner = math.prod(shape)
-    recv_counts = [n * inner for n in received]
-    flat = comm.all_to_all(_cut(x, split_dim, sent), send_counts, recv_counts)
-    return _join(flat, shape, concat_dim, received)
-
-
-def _shift(x: torch.Tensor, comm: Communicator, shift: int) -> torch.Tensor:
-    n = comm.size
-    dest, source = (comm.rank + shift) % n, (comm.rank - shift) % n
-    return comm.permute(x, dest, source, x.numel()).view(x.shape)
-
-
-def _cut(x: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
-    """The pieces of ``x`` along ``dim``, one after another; no copy along dim 0."""
-    if math.prod(x.shape[:dim]) == 1:
-        return x
-    pieces = x.split_with_sizes(list(sizes), dim)
-    return torch.cat([piece.reshape(-1) for piece in pieces])
-
-
-def _join(
-    flat: torch.Tensor, shape: list[int], dim: int, sizes: tuple[int, ...]
-) -> torch.Tensor:
-    """Pieces of ``shape`` but for ``dim``, laid one after another, as one tensor."""
-    if math.prod(shape[:dim]) == 1:
-        return flat.view([*shape[:dim], sum(sizes), *shape[dim + 1 :]])
-    inner = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-    pieces = flat.split_with_sizes([n * inner for n in sizes])
-    shaped = [
-        piece.view([*shape[:dim], n, *shape[dim + 1 :]])
-        for piece, n in zip(pieces, sizes, strict=True)
-    ]
-    return torch.cat(shaped, dim)
-
-
-def _inner(x: torch.Tensor, dim: int) -> int:
-    return math.prod(x.shape[:dim]) * math.prod(x.shape[dim + 1 :])
-
-
-def _shape(x: torch.Tensor, dim: int, length: int) -> list[int]:
-    return [*x.shape[:dim], length, *x.shape[dim + 1 :]]
 
 
 # --------------------------------------------------------- the autograd of each verb
@@ -460,7 +390,7 @@ class _AllGather(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, comm: Communicator, dim: int, sizes: tuple[int, ...]
     ) -> torch.Tensor:
         ctx.rest = comm, dim, sizes
-        return _gather(x, comm, dim, sizes)
+        return dims.gather(x, comm, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -482,7 +412,7 @@ class _ReduceScatter(torch.autograd.Function):
         op: str,
     ) -> torch.Tensor:
         ctx.rest = comm, dim, sizes, op
-        return _scatter(x, comm, dim, sizes, op)
+        return dims.scatter(x, comm, dim, sizes, op)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -509,7 +439,7 @@ class _AllToAll(torch.autograd.Function):
         received: tuple[int, ...],
     ) -> torch.Tensor:
         ctx.rest = comm, split_dim, concat_dim, sent, received
-        return _transpose(x, comm, split_dim, concat_dim, sent, received)
+        return dims.transpose(x, comm, split_dim, concat_dim, sent, received)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -562,7 +492,7 @@ class _Permute(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, comm: Communicator, shift: int
     ) -> torch.Tensor:
         ctx.rest = comm, shift
-        return _shift(x, comm, shift)
+        return dims.shift(x, comm, shift)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -609,89 +539,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
     return result
 
 
-# ---------------------------------------------------------------------- the arguments
-def plain(x: torch.Tensor) -> torch.Tensor:
-    """The tensor without its Python subclass, still connected to its graph.
-
-    Raises:
-        TypeError: It is inside a torch.func transform, where its values are not at
-            hand.
-    """
-    if type(x) is not torch.Tensor:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(
-                f"collective: not a tensor, got {type(x).__name__}, expected a "
-                f"torch.Tensor. Convert it with torch.as_tensor(x)."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            x = x.as_subclass(torch.Tensor)
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        raise TypeError(
-            "collective: no values to send inside torch.func or vmap, got a wrapped "
-            "tensor, expected one of the plain program. Call the collective outside "
-            "of the transform, or use torch.autograd.grad."
-        )
-    return x
-
-
 def _bare(x: torch.Tensor) -> bool:
     """Whether nothing is being differentiated, so that no graph node is needed."""
     recording = x.requires_grad and torch.is_grad_enabled()
     return not recording and forward_ad._current_level < 0
-
-
-def _resolve(group: Group, verb: str) -> Communicator:
-    if not isinstance(group, DeviceMesh):
-        return group
-    if group.ndim != 1:
-        raise ValueError(
-            f"{verb}: a collective runs over one axis, got {group!r}, expected a mesh "
-            f"of one. Pass mesh['name'], or mesh.flatten() for all ranks."
-        )
-    return communicator(group, 0)
-
-
-def _exchange(length: int, comm: Communicator) -> tuple[int, ...]:
-    """The lengths of all ranks."""
-    mine = torch.tensor([length], dtype=torch.int64, device="cpu")
-    return tuple(comm.all_gather(mine, (1,) * comm.size).tolist())
-
-
-def _dim(verb: str, x: torch.Tensor, dim: int) -> int:
-    if not -x.ndim <= dim < x.ndim:
-        mend = "Use x.reshape(1) first" if x.ndim == 0 else "Name one of its dims"
-        raise ValueError(
-            f"{verb}: no such dim, got {dim} for shape {tuple(x.shape)}, expected "
-            f"{-x.ndim} to {x.ndim - 1}. {mend}."
-        )
-    return dim % x.ndim
-
-
-def _lengths(
-    verb: str, name: str, sizes: Sequence[int], comm: Communicator
-) -> tuple[int, ...]:
-    lengths = tuple(int(n) for n in sizes)
-    if len(lengths) != comm.size or min(lengths) < 0:
-        raise ValueError(
-            f"{verb}: {name} do not fit the axis, got {lengths} on axis "
-            f"{comm.axis!r}, expected {comm.size} lengths of zero or more. "
-            f"Give one length per rank."
-        )
-    return lengths
-
-
-def _fits(verb: str, name: str, got: int, expected: int, dim: int) -> None:
-    if got != expected:
-        raise ValueError(
-            f"{verb}: {name} does not fit dim {dim}, got {got}, expected {expected}. "
-            f"Give the lengths of all ranks in rank order."
-        )
-
-
-def _check_linear(verb: str, x: torch.Tensor, op: str) -> None:
-    row = REDUCTIONS.get(op)
-    if row is not None and not row.linear and x.requires_grad:
-        raise ValueError(
-            f"{verb}: the reduction has no adjoint, got {op!r} for a tensor that "
-            f"requires grad, expected sum or avg. Pass x.detach()."
-        )

@@ -140,10 +140,15 @@ class LeaveChannel:
     """Notices between all ranks, on COMM_WORLD with a tag of their own.
 
     It needs no call that all ranks must make. Collectives never use COMM_WORLD.
+
+    Args:
+        module: The module ``mpi4py.MPI``.
+        tag: Tag of the notices.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, tag: int = LEAVE_TAG) -> None:
         self._mpi = module
+        self._tag = tag
         self._world = module.COMM_WORLD
         self._sent: list[Any] = []
 
@@ -152,7 +157,7 @@ class LeaveChannel:
         for rank in range(self._world.size):
             if rank != self._world.rank:
                 buffer = [data, len(data), self._mpi.BYTE]
-                request = self._world.Isend(buffer, rank, LEAVE_TAG)
+                request = self._world.Isend(buffer, rank, self._tag)
                 self._sent.append((request, data))
 
     def poll(self) -> list[tuple[int, bytes]]:
@@ -160,7 +165,7 @@ class LeaveChannel:
         notices: list[tuple[int, bytes]] = []
         status = self._mpi.Status()
         while True:
-            message = self._world.Improbe(self._mpi.ANY_SOURCE, LEAVE_TAG, status)
+            message = self._world.Improbe(self._mpi.ANY_SOURCE, self._tag, status)
             if message is None:
                 return notices
             data = bytearray(status.Get_count(self._mpi.BYTE))
@@ -255,6 +260,7 @@ class MPIChannel:
         self._comm = comm
         self._size: int = comm.size
         self._rank: int = comm.rank
+        self._folds: dict[tuple[str, torch.dtype], tuple[Any, tuple[Any, int]]] = {}
         self._address: Callable[[int, int], Any] = module.buffer.fromaddress
 
     def all_reduce(self, call: Call, x: torch.Tensor, row: Reduction) -> torch.Tensor:
@@ -446,10 +452,15 @@ class MPIChannel:
 
     def _fold(self, row: Reduction, dtype: torch.dtype) -> tuple[Any, tuple[Any, int]]:
         """MPI operation and datatype of a reduction."""
-        kind = getattr(self._mpi, _FOLDED[dtype]), 1
-        if row.name in _ORDERED and dtype.is_floating_point:
-            return self._ordered(row.name, dtype), kind
-        return getattr(self._mpi, row.mpi), kind
+        found = self._folds.get((row.name, dtype))
+        if found is None:
+            if row.name in _ORDERED and dtype.is_floating_point:
+                op = self._ordered(row.name, dtype)
+            else:
+                op = getattr(self._mpi, row.mpi)
+            found = op, (getattr(self._mpi, _FOLDED[dtype]), 1)
+            self._folds[row.name, dtype] = found
+        return found
 
     def _ordered(self, name: str, dtype: torch.dtype) -> Any:
         """max or min of floats as torch has it: a NaN on any rank wins.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -68,6 +69,7 @@ _BITWISE = frozenset({"band", "bor", "bxor"})
 _ORDERED = frozenset({"max", "min"})
 
 
+@lru_cache(maxsize=1024)
 def reduction(verb: str, op: str, dtype: torch.dtype) -> Reduction:
     """The row of ``op``, if it makes sense for ``dtype``.
 

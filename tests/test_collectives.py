@@ -562,7 +562,7 @@ def test_torch_func_transforms_are_refused() -> None:
         ),
         (
             lambda c: c.all_reduce(torch.ones(2 + c.rank)),
-            ["shape (2,)", "shape (3,)"],
+            ["shape (2,), dtype", "shape (3,), dtype"],
         ),
         (
             lambda c: c.all_reduce(torch.ones(2), ["sum", "max"][c.rank]),

@@ -121,7 +121,8 @@ def check_large() -> None:
 def check_dtypes() -> None:
     def program() -> list[Any]:
         mesh, n, rank = line(), get_world_size(), get_rank()
-        results = []
+        z = torch.complex(torch.ones(3), torch.arange(3.0) + rank)
+        results = [all_gather(z.conj(), mesh), all_reduce(z.conj().imag, mesh)]
         for dtype in MOVED:
             x = torch.tensor([0, 1, 1, rank]).to(dtype)
             results += [all_gather(x[:rank], mesh), all_gather(x, mesh)]
@@ -281,8 +282,9 @@ def check_notices() -> None:
     from dtensor.collectives import mpi
 
     require(mpi.started(), "not started")
-    channel = mpi.leave_channel()
-    require(channel is mpi.leave_channel(), "two channels")
+    require(mpi.leave_channel() is mpi.leave_channel(), "two channels")
+    # with a tag of this test's own: the exit watcher reads the usual one
+    channel = mpi.LeaveChannel(mpi.start(), mpi.LEAVE_TAG + 1)
     if get_rank() == 1:
         channel.post(b"bye")
         notices = []

@@ -1,0 +1,85 @@
+"""The verbs along a dim of a tensor, without autograd.
+
+A communicator moves flat stretches of elements. Along the first dim these are the
+tensor's own memory, and nothing is copied here; along another dim the pieces are laid
+one after another before they are sent, or joined after they have come.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dtensor.collectives.communicator import Communicator
+
+
+def gather(
+    x: torch.Tensor, comm: Communicator, dim: int, sizes: tuple[int, ...]
+) -> torch.Tensor:
+    inner = _inner(x, dim)
+    flat = comm.all_gather(x, [n * inner for n in sizes])
+    return _join(flat, list(x.shape), dim, sizes)
+
+
+def scatter(
+    x: torch.Tensor, comm: Communicator, dim: int, sizes: tuple[int, ...], op: str
+) -> torch.Tensor:
+    inner = _inner(x, dim)
+    counts = [n * inner for n in sizes]
+    flat = comm.reduce_scatter(_cut(x, dim, sizes), counts, op)
+    return flat.view(_shape(x, dim, sizes[comm.rank]))
+
+
+def transpose(
+    x: torch.Tensor,
+    comm: Communicator,
+    split_dim: int,
+    concat_dim: int,
+    sent: tuple[int, ...],
+    received: tuple[int, ...],
+) -> torch.Tensor:
+    send_counts = [n * _inner(x, split_dim) for n in sent]
+    shape = _shape(x, split_dim, sent[comm.rank])
+    shape[concat_dim] = 1
+    inner = math.prod(shape)
+    recv_counts = [n * inner for n in received]
+    flat = comm.all_to_all(_cut(x, split_dim, sent), send_counts, recv_counts)
+    return _join(flat, shape, concat_dim, received)
+
+
+def shift(x: torch.Tensor, comm: Communicator, shift: int) -> torch.Tensor:
+    n = comm.size
+    dest, source = (comm.rank + shift) % n, (comm.rank - shift) % n
+    return comm.permute(x, dest, source, x.numel()).view(x.shape)
+
+
+def _cut(x: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """The pieces of ``x`` along ``dim``, one after another; no copy along dim 0."""
+    if math.prod(x.shape[:dim]) == 1:
+        return x
+    pieces = x.split_with_sizes(list(sizes), dim)
+    return torch.cat([piece.reshape(-1) for piece in pieces])
+
+
+def _join(
+    flat: torch.Tensor, shape: list[int], dim: int, sizes: tuple[int, ...]
+) -> torch.Tensor:
+    """Pieces of ``shape`` but for ``dim``, laid one after another, as one tensor."""
+    if math.prod(shape[:dim]) == 1:
+        return flat.view([*shape[:dim], sum(sizes), *shape[dim + 1 :]])
+    inner = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+    pieces = flat.split_with_sizes([n * inner for n in sizes])
+    shaped = [
+        piece.view([*shape[:dim], n, *shape[dim + 1 :]])
+        for piece, n in zip(pieces, sizes, strict=True)
+    ]
+    return torch.cat(shaped, dim)
+
+
+def _inner(x: torch.Tensor, dim: int) -> int:
+    return math.prod(x.shape[:dim]) * math.prod(x.shape[dim + 1 :])
+
+
+def _shape(x: torch.Tensor, dim: int, length: int) -> list[int]:
+    return [*x.shape[:dim], length, *x.shape[dim + 1 :]]
