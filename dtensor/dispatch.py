@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
+from dtensor.empty import has_empty, tied
 from dtensor.errors import ShardingError
 from dtensor.notation import Layout, Notation, solve
 from dtensor.placement import Placements, Replicate, show
@@ -488,6 +489,8 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     else:
         run = run(ins, outs) if run is not None else None
         rewrite = rewrite(ins, outs) if rewrite is not None else None
+        if not op.inplace and not n.view and has_empty([*ins, *outs]):
+            run = tied(run)
     return Plan(
         moves=tuple(moves),
         out=outs if n.many or len(outs) != 1 else outs[0],
@@ -663,30 +666,24 @@ _NEVER: dict[str, Any] = {
 }
 
 
-def opened(func: Any) -> Handler:
+def opened(func: Any, again: Handler) -> Handler:
     """Run the body of a Python-level torch function on the DTensors themselves.
 
     Such a function only calls other torch functions; its first lines ask whether to
     hand over to ``__torch_function__``. A copy whose globals answer no runs the body
-    with global shapes, and every torch function inside comes back here. Where the body
-    hands the same function over again from a helper of its own, it runs on gathered
-    plain tensors instead.
-    """
-    inner = types.FunctionType(
-        func.__code__,
-        {**func.__globals__, **_NEVER},
-        func.__name__,
-        func.__defaults__,
-        func.__closure__,
-    )
-    inner.__kwdefaults__ = func.__kwdefaults__
+    with global shapes, and every torch function inside comes back here.
 
-    gathered = fallback(name_of(func), name_of(func).endswith("_"))
+    Args:
+        func: The function.
+        again: Answers where the body hands the same function over once more, from a
+            helper of its own.
+    """
+    inner = _asking_nobody(func)
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         running = _OPEN.get()
         if func in running:
-            return gathered(func, args, kwargs)
+            return again(func, args, kwargs)
         token = _OPEN.set((*running, func))
         try:
             return inner(*args, **kwargs)
@@ -696,8 +693,39 @@ def opened(func: Any) -> Handler:
     return handler
 
 
+def _asking_nobody(
+    func: types.FunctionType, outer: tuple[Any, ...] = ()
+) -> types.FunctionType:
+    """A copy of a function, and of those in its closure, that hands nothing over."""
+    outer = (*outer, func)  # a function may refer to itself
+    cells = tuple(
+        types.CellType(_asking_nobody(c.cell_contents, outer))
+        if isinstance(c.cell_contents, types.FunctionType)
+        and c.cell_contents not in outer
+        else c
+        for c in func.__closure__ or ()
+    )
+    copy = types.FunctionType(
+        func.__code__,
+        {**func.__globals__, **_NEVER},
+        func.__name__,
+        func.__defaults__,
+        cells or None,
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
 def name_of(func: Any) -> str:
-    """Name of a torch function in messages and in the rule table."""
+    """Name of a torch function in messages and in the rule table.
+
+    An op of ``torch.ops`` is called ``namespace::name``, one of torch's own by its bare
+    name.
+    """
+    if isinstance(func, torch._ops.OpOverload):
+        return str(func._schema.name).removeprefix("aten::")
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return str(func._qualified_op_name).removeprefix("aten::")
     name = getattr(func, "__name__", None) or str(func)
     if name in ("__get__", "__set__", "__delete__"):
         return f"{func.__self__.__name__}.{name}"

@@ -67,7 +67,8 @@ def settle(grads: Sequence[T], specs: Sequence[Spec]) -> list[T]:
     Returns:
         Local shards in the placements of ``specs``.
     """
-    out = [plain(g) for g in grads]
+    # Gradients known to be zero may come as ZeroTensors, which have no memory.
+    out = [plain(g).clone() if g._is_zerotensor() else plain(g) for g in grads]
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (g, spec) in enumerate(zip(out, specs, strict=True)):
         if spec.coordinate is None:

@@ -142,13 +142,17 @@ def move_cost(
         # Replicate -> Partial is free to send but throws the copies away: every later
         # non-linear use would reduce again. Only an added-once operand does it.
         return 1e-7 if isinstance(dst, Shard) or affine else math.inf
+    if isinstance(dst, Partial):
+        if isinstance(src, Partial):
+            return 1e-7
+        if not affine:
+            return math.inf
+        dst = R  # gathered, then kept on one rank
     share = (parts - 1) / parts * SECONDS_PER_BYTE
     if isinstance(dst, Replicate):
         gathered = nbytes * parts if isinstance(src, Shard) else 2 * nbytes
         return LATENCY + gathered * share
-    if isinstance(dst, Shard):
-        return LATENCY + nbytes * share
-    return math.inf
+    return LATENCY + nbytes * share
 
 
 def solve(
@@ -200,12 +204,18 @@ def solve(
     return [tuple(p) for p in ins], [tuple(p) for p in outs]
 
 
-def parse(rule: str) -> Notation:
+def parse(rule: str, linear: bool = False) -> Notation:
     """A notation from text such as ``"bsd,fd->bsf + f"``.
 
     Operands are separated by commas, results follow ``->``; an operand behind ``+``
     is added once to the result. A letter of the operands that no result has is
-    contracted. Capital letters must stay whole.
+    contracted, that is summed over. Capital letters, and those that one operand has
+    twice, must stay whole.
+
+    Args:
+        rule: The text.
+        linear: Whether the op is linear in each operand before ``+``, so that Partial
+            operands need not be reduced first.
 
     Example:
         >>> parse("mk,kn->mn").contracted
@@ -221,17 +231,20 @@ def parse(rule: str) -> Notation:
     outs = [tuple(s) for s in results.split(",")]
     first = len(ins)
     ins += [tuple(s) for s in added]
-    inside = {letter for sub in ins for letter in sub}
+    inside: set[Hashable] = {letter for sub in ins for letter in sub}
     kept = {letter for sub in outs for letter in sub}
     if kept - inside:
-        raise ValueError(f"rule {rule!r}: no operand has {sorted(map(str, kept - inside))}")
+        raise ValueError(
+            f"rule {rule!r}: no operand has {sorted(map(str, kept - inside))}"
+        )
     affine = set(range(first, len(ins)))
-    whole = {x for x in inside | kept if isinstance(x, str) and x.isupper()}
+    whole = {x for x in inside | kept if str(x).isupper()}
+    whole |= {x for sub in ins for x in sub if sub.count(x) > 1}
     return Notation(
         ins,
         outs,
         whole=whole,
         contracted=inside - kept - whole,
-        linear=[{i} for i in range(first)],
+        linear=[{i} for i in range(first)] if linear else [],
         affine=affine,
     )

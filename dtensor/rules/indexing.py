@@ -9,6 +9,7 @@ import torch
 
 from dtensor.dispatch import Call, NoRule, Operand
 from dtensor.notation import Letters, Notation
+from dtensor.rules.reductions import dims_of
 
 
 def _is_array(x: Any) -> bool:
@@ -81,7 +82,7 @@ def getitem(call: Call) -> Notation:
     x = call.operands[0]
     if _by_mask(call.args[1]):
         raise NoRule("the shape of the result depends on data")
-    shapes = call.shapes()
+    shapes = [_picked(x, call.args[1]).shape]
     found = index_letters(x, call.args[1], len(shapes[0]))
     letters, out, whole = found
     extra: list[Letters] = [
@@ -94,7 +95,7 @@ def getitem(call: Call) -> Notation:
         whole=whole | {x for s in extra for x in s},
         linear=[{0}],
         shapes=shapes,
-        view=True,
+        view=not _copies(call.args[1]),
     )
 
 
@@ -103,11 +104,16 @@ def setitem(call: Call) -> Notation:
     x, index, value = call.args[0], call.args[1], call.args[2]
     if _by_mask(index):  # which elements are written depends on data: all whole
         letters: Letters = tuple(range(x.ndim))
-        ins = [letters, *[tuple(("any", i, d) for d in range(o.ndim))
-            for i, o in enumerate(call.operands[1:])]]
+        ins = [
+            letters,
+            *[
+                tuple(("any", i, d) for d in range(o.ndim))
+                for i, o in enumerate(call.operands[1:])
+            ],
+        ]
         whole = {x for s in ins for x in s}
         return Notation(ins, [letters], whole=whole, shapes=[x.shape])
-    part = torch.empty(x.shape, dtype=x.dtype, device="meta")[_meta_index(index)]
+    part = _picked(x, index)
     letters, out, whole = index_letters(x, index, part.ndim)
     ins = [letters]
     for i, o in enumerate(call.operands[1:]):
@@ -134,8 +140,53 @@ def setitem(call: Call) -> Notation:
     )
 
 
+def index_select(call: Call) -> Notation:
+    """``index_select(x, dim, index)``: ``dim`` whole."""
+    x = call.operands[0]
+    dim = dims_of(call.arg(1, "dim"), x.ndim)[0]
+    index: Letters = tuple(("index", d) for d in range(call.operands[1].ndim))
+    letters: Letters = tuple(range(x.ndim))
+    return Notation(
+        [letters, index],
+        [(*letters[:dim], "picked", *letters[dim + 1 :])],
+        whole={dim, *index},
+        linear=[{0}],
+    )
+
+
+def gather(call: Call) -> Notation:
+    """``gather(x, dim, index)``: free are the dims where both have one length."""
+    x, index = call.operands[:2]
+    dim = dims_of(call.arg(1, "dim"), x.ndim)[0]
+    letters: Letters = tuple(range(x.ndim))
+    if index.ndim != x.ndim:
+        raise NoRule("operands of unlike numbers of dims")
+    sub: Letters = tuple(
+        d if d != dim and index.shape[d] == x.shape[d] else ("index", d)
+        for d in letters
+    )
+    # Cut along the indices of ``dim``, every rank reads its part of the whole dim.
+    whole = {d for d in letters if d not in sub}
+    whole |= {s for s in sub if isinstance(s, tuple) and s != ("index", dim)}
+    return Notation([letters, sub], [sub], whole=whole, linear=[{0}])
+
+
+def _copies(index: Any) -> bool:
+    """Whether reading by this index copies (arrays) or gives a view."""
+    if isinstance(index, tuple):
+        return any(_copies(i) for i in index)
+    return _is_array(index) or isinstance(index, bool)
+
+
+def _picked(x: Operand, index: Any) -> torch.Tensor:
+    """``x[index]`` on the meta device."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")[_meta_index(index)]
+
+
 def _meta_index(index: Any) -> Any:
     if isinstance(index, Operand):
+        if index.ndim == 0:  # a number, whose value does not matter for the shape
+            return 0
         return torch.empty(index.shape, dtype=index.dtype, device="meta")
     if isinstance(index, tuple):
         return tuple(_meta_index(i) for i in index)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Hashable
+from typing import Any, Callable, Hashable
 
 from dtensor.dispatch import Call
 from dtensor.notation import Letters, Notation
+from dtensor.redistribute import plain
 from dtensor.rules.pointwise import broadcast_letters, whole_ones
+from dtensor.spec import Spec
 
 
 def matmul(call: Call) -> Notation:
@@ -60,6 +62,17 @@ def addmm(call: Call) -> Notation:
     for d, size in enumerate(c.shape):
         letter = out[d + len(out) - c.ndim]
         sub_c.append(letter if size == sizes[letter] else ("one", 0, d))
+
+    def rewrite(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+        shape = outs[0].local_shape
+
+        def stretched(args: Any, kwargs: Any) -> Any:
+            # torch.addmv forgets to stretch its first operand where k is empty.
+            return (plain(args[0]).expand(shape), *args[1:]), kwargs
+
+        return stretched
+
+    stretch = any(isinstance(x, tuple) for x in sub_c) and not call.inplace
     return Notation(
         [tuple(sub_c), (*batch, "m", "k"), (*batch, "k", *n)],
         [out],
@@ -67,6 +80,7 @@ def addmm(call: Call) -> Notation:
         contracted={"k"},
         linear=[{1}, {2}],
         affine={0},
+        rewrite=rewrite if stretch and call.name == "addmv" else None,
     )
 
 

@@ -16,6 +16,7 @@ from dtensor.rules.pointwise import broadcast_letters, whole_ones
 from dtensor.spec import Spec
 
 REDUCTIONS = ("none", "mean", "sum")  # by torch's enum
+OPTIONS = ("weight", "reduction", "ignore_index", "label_smoothing")
 
 
 def normalized(call: Call) -> Notation:
@@ -26,9 +27,7 @@ def normalized(call: Call) -> Notation:
     letters: Letters = tuple(range(x.ndim))
     ins: list[Letters] = [letters]
     ins += [letters[x.ndim - tail :]] * (len(call.operands) - 1)
-    return Notation(
-        ins, [letters], whole=set(letters[x.ndim - tail :])
-    )
+    return Notation(ins, [letters], whole=set(letters[x.ndim - tail :]))
 
 
 def group_norm(call: Call) -> Notation:
@@ -101,54 +100,45 @@ def check_range(indices: torch.Tensor, rows: int) -> None:
 def attention(call: Call) -> Notation:
     """``scaled_dot_product_attention``: batch, heads and (not causal) queries free."""
     q, k, v = call.operands[:3]
-    causal = bool(call.arg(5, "is_causal", False))
-    grouped = bool(call.kwargs.get("enable_gqa", False)) and q.ndim > 2
-    if call.arg(4, "dropout_p", 0.0):
-        raise NoRule("attention with dropout")
-    batches = [o.shape[:-2] for o in (q, k, v)]
+    mask = call.operands[3] if len(call.operands) > 3 else None
     whole: set[Hashable] = {"s", "e"}
-    if grouped and q.shape[-3] != k.shape[-3]:
-        batches = [b[:-1] for b in batches]
-    subs, _, _ = broadcast_letters(batches, call.name)
-    whole |= whole_ones(subs)
-    if len(batches[0]) < q.ndim - 2:  # heads of unlike numbers: equal shares only
-        cut = q.spec.mesh.shape
-        at = [n for n, p in zip(cut, q.placements, strict=True) if p == Shard(q.ndim - 3)]
-        parts = 1
-        for n in at:
-            parts *= n
-        free = k.shape[-3] % parts == 0 and q.shape[-3] % parts == 0
-        subs = [(*s, "h") for s in subs]
-        whole |= set() if free else {"h"}
-    lead = subs[0]
-    if causal:
+    if call.arg(5, "is_causal", False):
         whole.add("l")
+    grouped = bool(call.kwargs.get("enable_gqa", False)) and q.ndim > 2
+    heads = ("h",) if grouped and q.shape[-3] != k.shape[-3] else ()
+    batches = [o.shape[: max(0, o.ndim - 2 - len(heads))] for o in call.operands]
+    subs, batch, _ = broadcast_letters(batches, call.name)
+    whole |= whole_ones(subs)
+    if heads and not shares_heads(q, k, v):
+        whole.add("h")
     ins: list[Letters] = [
-        (*subs[0], "l", "e"),
-        (*subs[1], "s", "e"),
-        (*subs[2], "s", "f"),
+        (*subs[0], *heads, "l", "e"),
+        (*subs[1], *heads, "s", "e"),
+        (*subs[2], *heads, "s", "f"),
     ]
-    widest = max(subs, key=len)
-    lead = tuple(
-        next((s[d] for s in subs if len(s) > d and not isinstance(s[d], tuple)), s0)
-        for d, s0 in enumerate(widest)
-    )
-    if len(call.operands) > 3:
-        mask = call.operands[3]
-        full = (*lead, "l", "s")
-        sizes = (*[0] * len(lead), q.shape[-2], k.shape[-2])
-        sub: list[Hashable] = []
-        for d, n in enumerate(mask.shape):
-            letter = full[d + len(full) - mask.ndim]
-            stretched = n == 1 and sizes[d + len(full) - mask.ndim] != 1
-            sub.append(("one", 3, d) if stretched else letter)
-        whole |= {x for x in sub if isinstance(x, tuple)}
-        ins.append(tuple(sub))
-    return Notation(ins, [(*lead, "l", "f")], whole=whole, linear=[{2}])
+    if mask is not None:
+        tail: list[Hashable] = []
+        shape = mask.shape[len(batches[3]) :]
+        for d, n in enumerate(shape):
+            letter = (*heads, "l", "s")[d - len(shape)]
+            stretched = n == 1 and (q.shape[-2] != 1 or letter != "l")
+            tail.append(("one", "mask", d) if stretched else letter)
+        whole |= {x for x in tail if isinstance(x, tuple)}
+        ins.append((*subs[3], *tail))
+    return Notation(ins, [(*batch, *heads, "l", "f")], whole=whole, linear=[{2}])
+
+
+def shares_heads(q: Operand, k: Operand, v: Operand) -> bool:
+    """Whether a cut of the heads gives every rank its own queries' keys and values."""
+    parts = 1
+    for axis, n in enumerate(q.spec.mesh.shape):
+        if any(o.placements[axis] == Shard(o.ndim - 3) for o in (q, k, v)):
+            parts *= n
+    return k.shape[-3] % parts == 0 and q.shape[-3] % parts == 0
 
 
 def cross_entropy(call: Call) -> Notation:
-    """``cross_entropy_loss``: batch free, classes whole, one mean over all ranks.
+    """``cross_entropy_loss``, ``nll_loss_nd``: batch free, classes whole, one mean.
 
     A mean over a sharded batch divides by the whole batch's weight, found by a small
     all-reduce, so that each shard's sum is an addend of the global mean.
@@ -174,15 +164,13 @@ def cross_entropy(call: Call) -> Notation:
             return lambda func, args, kwargs: func(*args, **kwargs)
 
         def mean(func: Any, args: Any, kwargs: Any) -> Any:
-            given = list(args) + [None] * (6 - len(args))
-            for i, name in enumerate(("weight", "reduction", "ignore_index"), start=2):
-                given[i] = kwargs.get(name, given[i])
-            given[4] = -100 if given[4] is None else given[4]
-            given[5] = kwargs.get("label_smoothing", given[5] or 0.0)
-            given[3] = 2
-            total = func(*given)
+            given = dict(zip(OPTIONS, args[2:], strict=False)) | kwargs
+            given["reduction"] = REDUCTIONS.index("sum")
+            total = func(*args[:2], **given)
             with torch.no_grad():
-                count = denominator(plain(args[0]), plain(args[1]), given[2], ignore)
+                count = denominator(
+                    plain(args[0]), plain(args[1]), given.get("weight"), ignore
+                )
                 for axis in axes:
                     count = functional.all_reduce(count, spec.comm(axis))
             return total / count
@@ -211,30 +199,37 @@ def denominator(
     return torch.where(used, plain(weight)[target.masked_fill(~used, 0)], 0).sum()
 
 
-def elementwise_loss(call: Call) -> Notation:
-    """``mse_loss``, ``l1_loss`` ...: pointwise, then a sum or a mean over everything."""
-    subs, out, shape = broadcast_letters([o.shape for o in call.operands], call.name)
-    reduction = REDUCTIONS[call.arg(2, "reduction", 1)]
-    if reduction == "none":
-        return Notation(subs, [out], whole=whole_ones(subs), shapes=[shape])
-    number = max(1, shape.numel())
+def elementwise_loss(reduction_at: int) -> Callable[[Call], Notation]:
+    """Rule of ``mse_loss`` and its kind: pointwise, then a sum or a mean over all."""
 
-    def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
-        if reduction == "sum" or all(s.local_shape == s.shape for s in ins):
-            return lambda func, args, kwargs: func(*args, **kwargs)
+    def rule(call: Call) -> Notation:
+        subs, out, shape = broadcast_letters(
+            [o.shape for o in call.operands], call.name
+        )
+        reduction = REDUCTIONS[call.arg(reduction_at, "reduction", 1)]
+        if reduction == "none":
+            return Notation(subs, [out], whole=whole_ones(subs))
+        number = max(1, shape.numel())
 
-        def mean(func: Any, args: Any, kwargs: Any) -> Any:
-            if len(args) > 2:
-                args = (*args[:2], 2, *args[3:])
-            else:
-                kwargs = {**kwargs, "reduction": 2}
-            return func(*args, **kwargs) / number
+        def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+            if reduction == "sum" or all(s.local_shape == s.shape for s in ins):
+                return lambda func, args, kwargs: func(*args, **kwargs)
+            total = REDUCTIONS.index("sum")
 
-        return mean
+            def mean(func: Any, args: Any, kwargs: Any) -> Any:
+                if len(args) > reduction_at:
+                    args = (*args[:reduction_at], total, *args[reduction_at + 1 :])
+                else:
+                    kwargs = {**kwargs, "reduction": total}
+                return func(*args, **kwargs) / number
 
-    return Notation(
-        subs, [()], whole=whole_ones(subs), contracted=set(out), run=run
-    )
+            return mean
+
+        return Notation(
+            subs, [()], whole=whole_ones(subs), contracted=set(out), run=run
+        )
+
+    return rule
 
 
 def refuse(reason: str) -> Callable[[Call], Notation]:

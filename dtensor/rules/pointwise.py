@@ -6,7 +6,7 @@ from typing import Callable, Hashable, Sequence
 
 import torch
 
-from dtensor.dispatch import Call, Operand
+from dtensor.dispatch import Call, NoRule, Operand
 from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Placements, Replicate
 
@@ -50,7 +50,8 @@ def whole_ones(subs: Sequence[Letters]) -> set[Hashable]:
 
 
 def pointwise(
-    linear: tuple[tuple[int, ...], ...] = NONE, condition: Callable[[Call], bool] | None = None
+    linear: tuple[tuple[int, ...], ...] = NONE,
+    condition: Callable[[Call], bool] | None = None,
 ) -> Callable[[Call], Notation]:
     """The rule of a pointwise op.
 
@@ -61,7 +62,11 @@ def pointwise(
     """
 
     def rule(call: Call) -> Notation:
-        subs, out, shape = broadcast_letters([o.shape for o in call.operands], call.name)
+        if call.name == "where" and single(call):
+            raise NoRule("the shape of the result depends on data")
+        subs, out, shape = broadcast_letters(
+            [o.shape for o in call.operands], call.name
+        )
         if call.inplace and shape != call.operands[0].shape:
             raise RuntimeError(
                 f"{call.name}_: the result of shape {tuple(shape)} does not fit the "
@@ -100,6 +105,36 @@ def index_of(call: Call, operand: Operand) -> int:
 def no_rounding(call: Call) -> bool:
     """Division is linear only where it does not round."""
     return call.kwargs.get("rounding_mode") is None
+
+
+def keeps_kind(call: Call) -> bool:
+    """A copy keeps addends only where it does not round to whole numbers."""
+    target, source = call.operands[:2]
+    return _exact(target.dtype) == _exact(source.dtype)
+
+
+def _exact(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def single(call: Call) -> bool:
+    """``where(condition)`` is another op: the shape of its result depends on data."""
+    return len(call.args) + len(call.kwargs) == 1
+
+
+def prelu(call: Call) -> Notation:
+    """``prelu``: one slope for all, or one per channel (dim 1)."""
+    x, weight = call.operands[:2]
+    letters: Letters = tuple(range(x.ndim))
+    if weight.shape.numel() == 1 or x.ndim < 2:
+        slopes: Letters = tuple(("one", d) for d in range(weight.ndim))
+    else:
+        slopes = letters[1:2] if weight.ndim else ()
+    return Notation(
+        [letters, slopes],
+        [letters],
+        whole={s for s in slopes if isinstance(s, tuple)},
+    )
 
 
 def to_floating(call: Call) -> bool:

@@ -154,3 +154,11 @@ def gathered_random(handler: Handler) -> Handler:
     return run
 
 
+def attention(handler: Handler, random: Handler) -> Handler:
+    """Attention: with dropout it is a random op, on whole operands."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        return (random if dropout else handler)(func, args, kwargs)
+
+    return run

@@ -64,8 +64,23 @@ def summed(call: Call) -> Notation:
         [tuple(range(n))],
         [out_letters(n, dims, keep)],
         contracted=set(dims),
-        linear=[{0}],
+        linear=[] if whole_numbers(call) else [{0}],
     )
+
+
+def whole_numbers(call: Call) -> bool:
+    """Whether the call rounds its floating operand to whole numbers first."""
+    dtype = call.kwargs.get("dtype")
+    given = first(call).dtype
+    exact = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+    return exact and (given.is_floating_point or given.is_complex)
+
+
+def nansummed(call: Call) -> Notation:
+    """``nansum``: as ``sum``, but not linear: nan is an addend of its own."""
+    n = summed(call)
+    n.linear = []
+    return n
 
 
 def averaged(call: Call) -> Notation:
@@ -143,7 +158,7 @@ def along_dim(
             [letters],
             [result] * outs,
             whole=set(dims),
-            linear=[{0}] if linear else [],
+            linear=[{0}] if linear and not whole_numbers(call) else [],
         )
 
     return rule
@@ -153,6 +168,4 @@ def norm(call: Call) -> Notation:
     """``linalg.vector_norm(x, ord, dim, keepdim)``."""
     dims, keep = reduce_args(call, 2, 3)
     n = first(call).ndim
-    return Notation(
-        [tuple(range(n))], [out_letters(n, dims, keep)], whole=set(dims)
-    )
+    return Notation([tuple(range(n))], [out_letters(n, dims, keep)], whole=set(dims))

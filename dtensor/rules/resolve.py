@@ -14,6 +14,7 @@ from dtensor.redistribute import plain
 from dtensor.registry import HANDLERS, Handler
 from dtensor.rules import randomness
 from dtensor.rules.foreach import foreach_norm
+from dtensor.rules.pointwise import without_partial
 from dtensor.rules.table import RANDOM_FILL, RANDOM_LIKE, RANDOM_OTHER, rule_of
 from dtensor.tensor import DTensor, redistributed
 
@@ -75,6 +76,10 @@ LOCAL_GETTERS = set(
     _cdata is_vulkan
     """.split()
 )
+# Python-level methods whose bodies call the builtin method of the same name.
+RE_ENTERING = {"unflatten"}
+# Python-level functions that write into copies of their arguments.
+WITHOUT_ADDENDS = {"gaussian_nll_loss"}
 VIEW_GETTERS = {"T", "mT", "H", "mH", "real", "imag"}
 # Questions about the values: asked of the whole tensor.
 VALUES = set(
@@ -101,8 +106,13 @@ def resolve(func: Any) -> Handler:
     else:
         inplace = name.endswith("_") and not name.endswith("__")
         base = name[:-1] if inplace else name
+    op = rule_of(base, inplace)
+    gathered = fallback(name, inplace)
     if isinstance(func, types.FunctionType):
-        return opened(func)
+        again = planned(op) if op is not None and name in RE_ENTERING else gathered
+        if name in WITHOUT_ADDENDS:
+            return addends_first(opened(func, again))
+        return opened(func, again)
     if name in RANDOM_FILL.split():
         return randomness.random_fill
     if base in RANDOM_LIKE.split():
@@ -110,13 +120,29 @@ def resolve(func: Any) -> Handler:
     if base == "dropout":
         return randomness.dropout
     if name in RANDOM_OTHER.split():
-        return randomness.gathered_random(fallback(name, inplace))
+        return randomness.gathered_random(gathered)
     if base == "_foreach_norm":
-        return foreach_norm(fallback(base, inplace))
-    op = rule_of(base, inplace)
+        return foreach_norm(gathered)
+    if base == "scaled_dot_product_attention" and op is not None:
+        return randomness.attention(planned(op), randomness.gathered_random(gathered))
     if op is not None:
         return planned(op)
-    return fallback(name, inplace)
+    return gathered
+
+
+def addends_first(handler: Handler) -> Handler:
+    """Reduce Partial arguments, for a body that writes into copies of them in place."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def reduced(x: Any) -> Any:
+            if not isinstance(x, DTensor):
+                return x
+            return redistributed(x, x._spec.replace(without_partial(x.placements)))
+
+        named = {k: reduced(v) for k, v in kwargs.items()}
+        return handler(func, tuple(reduced(a) for a in args), named)
+
+    return run
 
 
 def local_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,7 +162,9 @@ def whole_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             a = plain(redistributed(a, a._spec.replicated())).detach()
         plains.append(a)
     kwargs = {
-        k: plain(redistributed(v, v._spec.replicated())) if isinstance(v, DTensor) else v
+        k: plain(redistributed(v, v._spec.replicated()))
+        if isinstance(v, DTensor)
+        else v
         for k, v in kwargs.items()
     }
     with NoTF():

@@ -8,12 +8,15 @@ right answer: their operands are gathered, with a warning.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+import dataclasses
 
-from dtensor.dispatch import Call, Op, Rule
+from dtensor.dispatch import Call, Op, Rule, name_of
 from dtensor.errors import ShardingError
+from dtensor.mesh.world import current_world
 from dtensor.notation import Notation, parse
+from dtensor.registry import HANDLERS
 from dtensor.rules import indexing, linalg, nn, views
+from dtensor.rules.convolution import convolution, padded, spatial
 from dtensor.rules.foreach import foreach, fused_optimizer
 from dtensor.rules.pointwise import (
     BRANCHES,
@@ -23,20 +26,29 @@ from dtensor.rules.pointwise import (
     SUM,
     UNARY,
     cast,
+    keeps_kind,
     like,
     no_rounding,
     pointwise,
+    prelu,
 )
-from dtensor.rules.reductions import along_dim, averaged, norm, summed, whole_dims
+from dtensor.rules.reductions import (
+    along_dim,
+    averaged,
+    norm,
+    nansummed,
+    summed,
+    whole_dims,
+)
 
 RULES: dict[str, Rule] = {}
 # Ops whose rule does not read integers: they stay out of the cache key.
 NUMBERLESS: set[str] = set()
 
 
-def by_notation(text: str) -> Rule:
+def by_notation(text: str, linear: bool = False) -> Rule:
     """The rule of a line of index notation."""
-    notation = parse(text)
+    notation = parse(text, linear)
 
     def rule(call: Call) -> Notation:
         if len(call.operands) != len(notation.ins):
@@ -44,58 +56,80 @@ def by_notation(text: str) -> Rule:
                 f"{call.name}: the rule {text!r} is for {len(notation.ins)} operands, "
                 f"got {len(call.operands)}. Register a rule that fits the call."
             )
+        sizes: dict[object, int] = {}
         for sub, o in zip(notation.ins, call.operands, strict=True):
-            if len(sub) != o.ndim:
+            fits = len(sub) == o.ndim
+            for letter, size in zip(sub, o.shape, strict=False):
+                fits = fits and sizes.setdefault(letter, size) == size
+            if not fits:
+                shapes = [tuple(o.shape) for o in call.operands]
                 raise ShardingError(
-                    f"{call.name}: the rule {text!r} does not fit an operand of "
-                    f"{o.ndim} dims, expected {len(sub)}. Register a rule that does."
+                    f"{call.name}: the rule {text!r} does not fit operands of shapes "
+                    f"{shapes}, expected one size per letter. Register a rule that does."
                 )
-        return notation
+        shapes = [[sizes[letter] for letter in sub] for sub in notation.outs]
+        return dataclasses.replace(notation, shapes=shapes)
 
     return rule
 
 
-def register_rule(name: str, rule: str | Rule) -> None:
+def register_rule(name: str, rule: str | Rule, *, linear: bool = False) -> None:
     """Give an op a sharding rule.
 
     Args:
-        name: The op's name, as in ``torch.NAME`` or ``"namespace::NAME"``.
+        name: The op's name: ``"namespace::name"`` for one of ``torch.ops``, its bare
+            name for one of torch's own.
         rule: Index notation such as ``"bsd,fd->bsf + f"``, or a function from ``Call``
-            to ``Notation``.
+            to ``Notation`` or ``Layout``. Letters that no result has are summed over.
+        linear: Whether the op is linear in each operand before ``+`` (a product of
+            matrices is, ``exp`` is not). Then Partial operands stay Partial.
 
     Example:
-        >>> register_rule("mylib::scale_rows", "md,m->md")
+        >>> register_rule("mylib::scale_rows", "md,m->md", linear=True)
     """
-    RULES[name.split("::")[-1]] = by_notation(rule) if isinstance(rule, str) else rule
+    name = name.removeprefix("aten::")
+    RULES[name] = by_notation(rule, linear) if isinstance(rule, str) else rule
+    # What was found for the op before no longer holds.
+    for func in [f for f in HANDLERS if "::" in name and name_of(f) == name]:
+        del HANDLERS[func]
+    current_world().memo.get("plans", {}).clear()
 
 
 def _fill(names: str, rule: Rule | str, numberless: bool = False) -> None:
     for name in names.split():
-        register_rule(name, rule)
+        RULES[name] = by_notation(rule, True) if isinstance(rule, str) else rule
         if numberless:
             NUMBERLESS.add(name)
 
 
-NONLINEAR_POINTWISE = """
-abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin
-asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
-bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip copysign cos cosh
-deg2rad_ digamma elu eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide
-fmax fmin fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish
-hardtanh heaviside hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf
-isreal ldexp le leaky_relu less less_equal lgamma log log10 log1p log2 log_sigmoid
-logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lshift
-lt masked_fill maximum minimum mish mvlgamma nan_to_num ne nextafter not_equal polar
-polygamma pow prelu_ reciprocal relu relu6 remainder round rrelu_ rshift rsqrt selu sgn
-sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr special_erfcx
-special_expit special_i0e special_i1 special_i1e special_log_ndtr special_ndtr
-special_ndtri special_xlog1py special_zeta sqrt square tan tanh threshold trunc xlogy
-addcmul addcdiv fill special_expm1 special_logit special_psi special_round sinc_ _square
-"""
-_fill(NONLINEAR_POINTWISE, pointwise(NONE), numberless=True)
+# ---- pointwise: broadcast letters ------------------------------------------------
 _fill(
-    "neg negative positive clone contiguous detach real imag conj resolve_conj "
-    "resolve_neg conj_physical deg2rad rad2deg alias view_as_complex_ zero",
+    """
+    abs absolute acos acosh addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan
+    arctan2 arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift
+    bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max
+    clamp_min clip complex copysign cos cosh digamma elu eq erf erfc erfinv exp exp2
+    expm1 fill fix float_power floor floor_divide fmax fmin fmod frac ge gelu greater
+    greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma
+    igammac isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu
+    less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2
+    logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum
+    mish mvlgamma nan_to_num ne nextafter not_equal polar polygamma pow reciprocal relu
+    relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus
+    softshrink special_digamma special_entr special_erf special_erfc special_erfcx
+    special_erfinv special_exp2 special_expit special_expm1 special_gammaln special_i0
+    special_i0e special_i1 special_i1e special_log1p special_log_ndtr special_logit
+    special_ndtr special_ndtri special_psi special_round special_sinc special_xlog1py
+    special_xlogy special_zeta sqrt square tan tanh threshold trunc xlogy
+    """,
+    pointwise(NONE),
+    numberless=True,
+)
+_fill(
+    """
+    alias clone conj conj_physical contiguous deg2rad detach imag neg negative positive
+    rad2deg real resolve_conj resolve_neg zero
+    """,
     pointwise(UNARY),
     numberless=True,
 )
@@ -103,18 +137,19 @@ _fill("add sub subtract rsub lerp", pointwise(SUM), numberless=True)
 _fill("mul multiply", pointwise(PRODUCT), numberless=True)
 _fill("div divide true_divide", pointwise(FIRST, no_rounding), numberless=True)
 _fill("where", pointwise(BRANCHES), numberless=True)
-_fill("copy", pointwise(SUM), numberless=True)
-_fill(
-    "to type type_as float double half bfloat16 cfloat cdouble cpu cuda pin_memory",
-    cast,
-)
+_fill("copy", pointwise(SUM, keeps_kind), numberless=True)
+_fill("prelu", prelu)
+_fill("to type type_as float double half bfloat16 cfloat cdouble cpu cuda", cast)
 _fill("int long short char byte bool", pointwise(NONE))
 _fill("zeros_like ones_like empty_like full_like", like, numberless=True)
+_fill("new_zeros new_ones new_full new_empty", views.created)
 
-_fill("sum nansum", summed)
-RULES["nansum"] = whole_dims(1, 2)
+# ---- reductions and ops along dims -----------------------------------------------
+_fill("sum", summed)
+_fill("nansum", nansummed)
 _fill("mean", averaged)
-_fill("amax amin argmax argmin prod logsumexp nanmean std var any all", whole_dims(1, 2))
+_fill("amax amin argmax argmin prod logsumexp nanmean any all", whole_dims(1, 2))
+_fill("count_nonzero", whole_dims(1, 9))
 _fill("std var", whole_dims(1, 3))
 _fill("var_mean std_mean", whole_dims(1, 3, outs=2))
 _fill("max min median nanmedian mode", whole_dims(1, 2, outs=2, needs_dim=True))
@@ -122,11 +157,13 @@ _fill("linalg_vector_norm", norm)
 _fill("softmax log_softmax", along_dim(1))
 _fill("cumsum", along_dim(1, linear=True))
 _fill("cumprod logcumsumexp", along_dim(1))
+_fill("glu", along_dim(1, -1))
 _fill("cummax cummin", along_dim(1, outs=2))
 _fill("sort", along_dim(1, -1, outs=2))
 _fill("argsort", along_dim(1, -1))
 _fill("topk", along_dim(2, -1, outs=2))
 
+# ---- products: contracted letters ------------------------------------------------
 _fill("matmul", linalg.matmul)
 _fill("linear", linalg.linear)
 _fill("mm", "mk,kn->mn")
@@ -136,17 +173,22 @@ _fill("dot vdot", "k,k->")
 _fill("outer ger", "m,n->mn")
 _fill("addmm addmv baddbmm", linalg.addmm)
 _fill("einsum", linalg.einsum)
+_fill("conv1d conv2d conv3d", convolution(transposed=False))
+_fill(
+    "conv_transpose1d conv_transpose2d conv_transpose3d", convolution(transposed=True)
+)
 
+# ---- views, cuts and joins: where each dim goes ----------------------------------
 _fill("view", views.view)
 _fill("reshape view_as reshape_as unflatten", views.reshaped(True))
 _fill("flatten ravel", views.reshaped(False))
-_fill(
-    "transpose permute movedim moveaxis swapaxes swapdims t T mT numpy_T adjoint",
-    views.permuted,
-)
+_fill("transpose permute movedim moveaxis swapaxes swapdims t", views.permuted)
+_fill("T mT numpy_T adjoint", views.permuted)
 _fill("squeeze", views.squeeze)
 _fill("unsqueeze", views.unsqueeze)
 _fill("expand expand_as broadcast_to", views.expand)
+_fill("repeat tile", views.repeated)
+_fill("diagonal", views.diagonal)
 _fill("narrow", views.cut_dim(1, drop=False, many=False))
 _fill("select", views.cut_dim(1, drop=True, many=False))
 _fill("unbind", views.cut_dim(1, drop=True, many=True))
@@ -156,19 +198,37 @@ _fill("stack", views.joined(new_dim=True))
 _fill("tril triu", views.matrix_whole)
 _fill("flip", views.dims_whole(1))
 _fill("roll", views.dims_whole(2))
+_fill("pad", padded)
 _fill("getitem", indexing.getitem)
 _fill("setitem", indexing.setitem)
+_fill("index_select", indexing.index_select)
+_fill("gather", indexing.gather)
 
-_fill("layer_norm rms_norm native_layer_norm_", nn.normalized)
+# ---- neural networks -------------------------------------------------------------
+_fill("layer_norm rms_norm", nn.normalized)
 _fill("group_norm", nn.group_norm)
 _fill("embedding", nn.embedding)
 _fill("scaled_dot_product_attention", nn.attention)
-_fill("cross_entropy_loss", nn.cross_entropy)
-_fill("mse_loss l1_loss smooth_l1_loss huber_loss", nn.elementwise_loss)
+_fill("cross_entropy_loss nll_loss_nd", nn.cross_entropy)
+_fill("mse_loss l1_loss smooth_l1_loss huber_loss", nn.elementwise_loss(2))
+_fill("kl_div soft_margin_loss", nn.elementwise_loss(2))
+_fill("binary_cross_entropy", nn.elementwise_loss(3))
+_fill("binary_cross_entropy_with_logits margin_ranking_loss", nn.elementwise_loss(4))
+_fill("poisson_nll_loss", nn.elementwise_loss(5))
+for _n in (1, 2, 3):
+    _fill(f"max_pool{_n}d max_pool{_n}d_with_indices", spatial(_n))
+    _fill(f"avg_pool{_n}d adaptive_avg_pool{_n}d", spatial(_n, linear=True))
+    _fill(f"adaptive_max_pool{_n}d", spatial(_n))
+    _fill(f"upsample_nearest{_n}d _upsample_nearest_exact{_n}d", spatial(_n, True))
+_fill("upsample_linear1d", spatial(1, linear=True))
+_fill("upsample_bilinear2d upsample_bicubic2d", spatial(2, linear=True))
+_fill("upsample_trilinear3d", spatial(3, linear=True))
 
+# ---- lists of tensors: optimizers ------------------------------------------------
 for _name in (
-    "add sub mul div abs neg sqrt pow exp log sign reciprocal clamp_min clamp_max lerp "
-    "addcmul addcdiv maximum minimum copy zero rsqrt sigmoid tanh"
+    "abs acos add addcdiv addcmul ceil clamp_max clamp_min copy cos div erf exp expm1 "
+    "floor frac lerp log log10 log1p log2 max maximum min minimum mul neg pow reciprocal "
+    "round rsqrt sigmoid sign sin sqrt sub tan tanh trunc zero"
 ).split():
     RULES[f"_foreach_{_name}"] = foreach(RULES[_name])
     NUMBERLESS.add(f"_foreach_{_name}")
@@ -183,6 +243,7 @@ def rule_of(name: str, inplace: bool) -> Op | None:
     return Op(name, rule, name not in NUMBERLESS, inplace)
 
 
+# ---- random ops: see randomness.py -----------------------------------------------
 RANDOM_FILL = """
 normal_ uniform_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
 """
@@ -190,7 +251,5 @@ RANDOM_LIKE = "rand_like randn_like randint_like"
 RANDOM_OTHER = """
 bernoulli multinomial poisson normal binomial rrelu rrelu_ alpha_dropout alpha_dropout_
 feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_
-fractional_max_pool2d fractional_max_pool3d scaled_dot_product_attention_dropout
+fractional_max_pool2d fractional_max_pool3d
 """
-
-Table = dict[str, Callable[..., Any]]

@@ -9,8 +9,9 @@ import torch
 
 from dtensor.dispatch import Call, Operand
 from dtensor.mesh.chunks import chunk_sizes
-from dtensor.notation import Letters, Notation
+from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Shard
+from dtensor.rules.pointwise import without_partial
 from dtensor.rules.reductions import dims_of
 from dtensor.spec import Spec
 
@@ -109,7 +110,11 @@ def reshaped(local: bool) -> Callable[[Call], Notation]:
 
 def view(call: Call) -> Notation:
     """``Tensor.view``: sizes, or a dtype."""
-    if call.args[1:] and isinstance(call.args[1], torch.dtype) or "dtype" in call.kwargs:
+    if (
+        call.args[1:]
+        and isinstance(call.args[1], torch.dtype)
+        or "dtype" in call.kwargs
+    ):
         x = call.operands[0]
         letters: Letters = tuple(range(x.ndim))
         last: set[Hashable] = {x.ndim - 1} if x.ndim else set()
@@ -299,3 +304,56 @@ def dims_whole(dim_at: int) -> Callable[[Call], Notation]:
         )
 
     return rule
+
+
+def diagonal(call: Call) -> Notation:
+    """``diagonal``: its two dims whole, they become the last one."""
+    x = call.operands[0]
+    a = dims_of(call.arg(2, "dim1", 0), x.ndim)[0]
+    b = dims_of(call.arg(3, "dim2", 1), x.ndim)[0]
+    letters: Letters = tuple(range(x.ndim))
+    return Notation(
+        [letters],
+        [(*(d for d in letters if d not in (a, b)), "diagonal")],
+        whole={a, b},
+        linear=[{0}],
+        view=True,
+    )
+
+
+def repeated(call: Call) -> Notation:
+    """``repeat``, ``tile``: the repeated dims whole."""
+    x = call.operands[0]
+    shape = call.shapes()[0]
+    lead = len(shape) - x.ndim
+    same = [shape[d + lead] == n for d, n in enumerate(x.shape)]
+    out: list[Hashable] = [("new", d) for d in range(lead)]
+    out += [d if s else ("new", d + lead) for d, s in enumerate(same)]
+    return Notation(
+        [tuple(range(x.ndim))],
+        [tuple(out)],
+        whole={d for d, s in enumerate(same) if not s},
+        linear=[{0}],
+        shapes=[shape],
+    )
+
+
+def created(call: Call) -> Layout:
+    """``new_zeros`` and its kind: cut as the model where it has the model's shape."""
+    x = call.operands[0]
+    shape = call.shapes()[0]
+    if tuple(shape) != tuple(x.shape):
+        return Layout([x.placements], [x.spec.replicated().placements], [shape])
+
+    def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+        size = tuple(outs[0].local_shape)
+
+        def create(func: Any, args: Any, kwargs: Any) -> Any:
+            rest = {k: v for k, v in kwargs.items() if k != "size"}
+            fill = args[2:3] if call.name == "new_full" else ()
+            return getattr(torch.Tensor, call.name)(args[0], size, *fill, **rest)
+
+        return create
+
+    places = without_partial(x.placements)
+    return Layout([x.placements], [places], [shape], run=run)

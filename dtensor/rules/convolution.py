@@ -1,0 +1,93 @@
+"""Convolutions, pools and paddings: batch and channels free, space whole."""
+
+from __future__ import annotations
+
+from typing import Callable, Hashable
+
+from dtensor.dispatch import Call, NoRule, Operand
+from dtensor.mesh.chunks import chunk_sizes
+from dtensor.notation import Letters, Notation
+
+
+def never_empty(x: Operand, dim: int) -> bool:
+    """Whether no way to cut this dim over the mesh leaves an empty piece.
+
+    Kernels that take an empty batch refuse empty channels, on that one rank.
+    """
+    pieces = [x.shape[dim]]
+    for n in x.spec.mesh.shape:
+        pieces += [size for p in pieces for size in chunk_sizes(p, n)]
+    return min(pieces) > 0
+
+
+def convolution(transposed: bool) -> Callable[[Call], Notation]:
+    """``conv1d`` to ``conv3d``: ``bc*,oc*->bo* + o``; with groups, channels whole."""
+
+    def rule(call: Call) -> Notation:
+        x, w = call.operands[:2]
+        grouped = call.arg(6, "groups", 1) != 1
+        space = w.ndim - 2
+        batch: Letters = ("b",) if x.ndim == w.ndim else ()
+        into: Hashable = ("group", "c") if grouped else "c"
+        outof: Hashable = ("group", "o") if grouped else "o"
+        kernel: Letters = tuple(("kernel", d) for d in range(space))
+        pair = ("c", outof) if transposed else ("o", into)
+        ins: list[Letters] = [
+            (*batch, "c", *(("space", d) for d in range(space))),
+            (*pair, *kernel),
+        ]
+        ins += [("o",)] * (len(call.operands) - 2)
+        whole: set[Hashable] = {s for sub in ins for s in sub if isinstance(s, tuple)}
+        if grouped or not never_empty(x, len(batch)):
+            whole.add("c")
+        if grouped or not never_empty(w, pair.index(outof if transposed else "o")):
+            whole.add("o")
+        return Notation(
+            ins,
+            [(*batch, "o", *(("out", d) for d in range(space)))],
+            whole=whole,
+            contracted={"c"} - whole,
+            linear=[{0}, {1}],
+            affine={2} if len(ins) > 2 else set(),
+        )
+
+    return rule
+
+
+def spatial(dims: int, linear: bool = False) -> Callable[[Call], Notation]:
+    """Rule of pools and resizing: the last ``dims`` dims whole, those before free."""
+
+    def rule(call: Call) -> Notation:
+        x = call.operands[0]
+        letters: Letters = tuple(range(x.ndim))
+        lead = letters[: x.ndim - dims]
+        whole: set[Hashable] = set(letters[x.ndim - dims :])
+        if lead and not never_empty(x, len(lead) - 1):
+            whole.add(lead[-1])
+        shapes = call.shapes()
+        out: Letters = (*lead, *(("out", d) for d in range(dims)))
+        return Notation(
+            [letters],
+            [out] * len(shapes),
+            whole=whole,
+            linear=[{0}] if linear else [],
+            shapes=shapes,
+        )
+
+    return rule
+
+
+def padded(call: Call) -> Notation:
+    """``pad`` with a constant: the padded dims whole; with zeros it is linear."""
+    x = call.operands[0]
+    pads = call.arg(1, "pad")
+    value = call.arg(3, "value")
+    if call.arg(2, "mode", "constant") != "constant":
+        raise NoRule("pads with values of the tensor")
+    at = {x.ndim - 1 - i // 2 for i, n in enumerate(pads) if n != 0}
+    return Notation(
+        [tuple(range(x.ndim))],
+        [tuple(("padded", d) if d in at else d for d in range(x.ndim))],
+        whole=set(at),
+        linear=[] if value else [{0}],
+    )

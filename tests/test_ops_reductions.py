@@ -1,0 +1,194 @@
+"""Reductions and ops along dims, with empty and uneven shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from op_harness import (
+    GRID,
+    LINE,
+    Case,
+    T,
+    assert_right,
+    booleans,
+    eighths,
+    integers,
+    positive,
+)
+
+A, N, M = eighths(5, 3), integers(5, 3), booleans(5, 3)
+CUBE, EMPTY, ONE = eighths(2, 5, 3), eighths(0, 3), eighths(1)
+# Distinct values, so that sort, max and median have one answer.
+DISTINCT = (torch.randperm(15, generator=torch.Generator().manual_seed(3)) / 4).view(
+    5, 3
+)
+DISTINCT = DISTINCT.double()
+
+PLAIN = "sum nansum mean amax amin prod std var nanmean"
+WITH_DIM = PLAIN + " logsumexp"
+
+
+def reductions() -> list[Case]:
+    t = torch
+    cases = [Case(n, getattr(t, n), [A]) for n in PLAIN.split()]
+    for n in WITH_DIM.split():
+        f = getattr(t, n)
+        cases.append(Case(f"{n}(0)", lambda x, f=f: f(x, 0), [A]))
+        cases.append(
+            Case(f"{n}(-1, keepdim)", lambda x, f=f: f(x, -1, keepdim=True), [A])
+        )
+        cases.append(Case(f"{n}(dim=1)", lambda x, f=f: f(x, dim=1), [CUBE]))
+        if n != "prod":
+            cases.append(Case(f"{n}((0, 2))", lambda x, f=f: f(x, dim=(0, 2)), [CUBE]))
+            cases.append(
+                Case(
+                    f"{n}((1, 2), keep)",
+                    lambda x, f=f: f(x, (1, 2), keepdim=True),
+                    [CUBE],
+                )
+            )
+    for n in "sum mean nansum prod".split():
+        f = getattr(t, n)
+        cases.append(
+            Case(f"{n}(dtype)", lambda x, f=f: f(x, dtype=t.float32), [A], rtol=1e-5)
+        )
+        cases.append(
+            Case(
+                f"{n}(dim, dtype)",
+                lambda x, f=f: f(x, 0, dtype=t.float32),
+                [A],
+                rtol=1e-5,
+            )
+        )
+        cases.append(Case(f"{n} of nothing", lambda x, f=f: f(x), [EMPTY]))
+        cases.append(Case(f"{n} along nothing", lambda x, f=f: f(x, 0), [EMPTY]))
+        cases.append(Case(f"{n} beside nothing", lambda x, f=f: f(x, 1), [EMPTY]))
+        cases.append(Case(f"{n} of one", lambda x, f=f: f(x), [ONE]))
+        cases.append(Case(f"{n} of a number", lambda x, f=f: f(x), [eighths()]))
+    cases += [
+        Case("sum(int dtype)", lambda x: x.sum(0, dtype=t.int64), [A]),
+        Case("sum of ints", lambda x: x.sum(), [N]),
+        Case("sum of bools", lambda x: x.sum(1), [M]),
+        Case("sum axis=", lambda x: t.sum(x, axis=1), [A]),
+        Case("mean axis=", lambda x: t.mean(x, axis=0), [A]),
+        Case("sum(dim=None)", lambda x: t.sum(x, dim=None), [A]),
+        Case("sum(())", lambda x: t.sum(x, ()), [A]),
+        Case("sum(keepdim)", lambda x: t.sum(x, dim=None, keepdim=True), [A]),
+        Case("nansum", lambda x: (x / (x > 0)).nansum(0), [A], grad=False),
+        Case("nanmean", lambda x: (x.sqrt()).nanmean(1), [A], grad=False),
+        Case("prod of ints", lambda x: x.prod(0), [N]),
+        Case("max", lambda x: x.max(), [A]),
+        Case("min", lambda x: x.min(), [A]),
+        Case("max(dim)", lambda x: tuple(x.max(0)), [DISTINCT]),
+        Case("min(dim)", lambda x: tuple(t.min(x, 1, keepdim=True)), [DISTINCT]),
+        Case("max(other)", t.max, [A, eighths(5, 3, seed=8)]),
+        Case("min(other)", t.min, [A, eighths(3)]),
+        Case("median", lambda x: x.median(), [DISTINCT]),
+        Case("median(dim)", lambda x: tuple(x.median(0)), [DISTINCT]),
+        Case("nanmedian(dim)", lambda x: tuple(x.nanmedian(1)), [DISTINCT]),
+        Case("mode", lambda x: tuple(x.mode(0)), [A]),
+        Case("kthvalue", lambda x: tuple(x.kthvalue(2, 0)), [DISTINCT]),
+        Case("argmax", lambda x: x.argmax(), [DISTINCT]),
+        Case("argmax(dim)", lambda x: x.argmax(0), [DISTINCT]),
+        Case("argmin(keepdim)", lambda x: x.argmin(1, keepdim=True), [DISTINCT]),
+        Case("aminmax", lambda x: tuple(t.aminmax(x)), [A]),
+        Case("any", lambda x: x.any(), [M]),
+        Case("all(dim)", lambda x: x.all(0), [M]),
+        Case("any(keepdim)", lambda x: x.any(1, keepdim=True), [A]),
+        Case("count_nonzero", lambda x: t.count_nonzero(x, 0), [N]),
+        Case("var(unbiased)", lambda x: x.var(0, False), [A]),
+        Case("var(no dim)", lambda x: x.var(unbiased=False), [A]),
+        Case("std(correction)", lambda x: x.std(1, correction=0), [A]),
+        Case("std(dim, unbiased, keep)", lambda x: t.std(x, 1, True, True), [A]),
+        Case("var_mean", lambda x: t.var_mean(x, 0), [A]),
+        Case("std_mean", lambda x: t.std_mean(x), [A]),
+        Case("var_mean(keep)", lambda x: t.var_mean(x, (0, 1), keepdim=True), [A]),
+        Case("norm", lambda x: x.norm(), [A]),
+        Case("norm(p, dim)", lambda x: t.norm(x, 1, 0), [A]),
+        Case("norm(inf)", lambda x: t.norm(x, float("inf")), [DISTINCT]),
+        Case("norm(fro)", lambda x: t.norm(x, dim=(0, 1)), [A]),
+        *[
+            Case(
+                f"vector_norm({p})",
+                lambda x, p=p: t.linalg.vector_norm(x, p),
+                [DISTINCT + 0.125],
+            )
+            for p in (0, 0.5, 1, 2, 3, float("inf"), float("-inf"))
+        ],
+        Case("vector_norm(dim)", lambda x: t.linalg.vector_norm(x, 2, 0), [A]),
+        Case(
+            "vector_norm(keep)",
+            lambda x: t.linalg.vector_norm(x, 1, 1, keepdim=True),
+            [A],
+        ),
+        Case("vector_norm of nothing", lambda x: t.linalg.vector_norm(x), [EMPTY]),
+        Case("linalg.norm", lambda x: t.linalg.norm(x), [A]),
+        Case("dist", lambda x, y: t.dist(x, y, 2), [A, eighths(5, 3, seed=2)]),
+        Case("normalize", lambda x: F.normalize(x, dim=0), [A]),
+        Case("cosine_similarity", F.cosine_similarity, [A, eighths(5, 3, seed=2)]),
+        Case("amax ties", lambda x: x.round().amax(0), [A]),
+        Case("prod zeros", lambda x: x.round().prod(1), [A]),
+    ]
+    return cases
+
+
+def along() -> list[Case]:
+    t = torch
+    return [
+        *[
+            Case(f"{n}({d})", lambda x, n=n, d=d: getattr(t, n)(x, d), [CUBE])
+            for n in "cumsum cumprod softmax log_softmax logcumsumexp".split()
+            for d in (0, -1)
+        ],
+        Case(
+            "softmax(dtype)",
+            lambda x: x.softmax(1, dtype=t.float64),
+            [A.float()],
+            rtol=1e-5,
+        ),
+        Case("F.softmax", lambda x: F.softmax(x, dim=-1), [A]),
+        Case("F.softmin", lambda x: F.softmin(x, dim=-1), [A]),
+        Case("F.log_softmax", lambda x: F.log_softmax(x, 0), [A]),
+        Case("softmax 0-dim", lambda x: x.softmax(0), [eighths()]),
+        Case("softmax beside nothing", lambda x: x.softmax(1), [EMPTY]),
+        Case("softmax along nothing", lambda x: x.softmax(0), [EMPTY]),
+        Case("cumsum(dtype)", lambda x: x.cumsum(0, dtype=t.int64), [A]),
+        Case("cumsum of bools", lambda x: x.cumsum(1), [M]),
+        Case("cummax", lambda x: tuple(x.cummax(0)), [DISTINCT]),
+        Case("cummin", lambda x: tuple(x.cummin(1)), [DISTINCT]),
+        Case("sort", lambda x: tuple(x.sort()), [DISTINCT]),
+        Case("sort(0, descending)", lambda x: tuple(t.sort(x, 0, True)), [DISTINCT]),
+        Case("sort(stable)", lambda x: tuple(t.sort(x, stable=True, dim=0)), [A]),
+        Case("argsort", lambda x: x.argsort(1), [DISTINCT]),
+        Case("argsort(stable)", lambda x: t.argsort(x, stable=True, dim=0), [A]),
+        Case("topk", lambda x: tuple(x.topk(2)), [DISTINCT]),
+        Case("topk(0)", lambda x: tuple(x.topk(2, 0, largest=False)), [DISTINCT]),
+        Case("diff", lambda x: t.diff(x, dim=0), [A]),
+        Case("flip", lambda x: x.flip(0), [A]),
+        Case("flip_2", lambda x: t.flip(x, (0, 2)), [CUBE]),
+        Case("roll", lambda x: t.roll(x, 2, 0), [A]),
+        Case("roll_flat", lambda x: t.roll(x, 2), [A]),
+        Case("roll_2", lambda x: t.roll(x, (1, 2), (0, 1)), [A]),
+        Case("tril", lambda x: x.tril(), [CUBE]),
+        Case("triu", lambda x: t.triu(x, 1), [A]),
+        Case("renorm", lambda x: x.renorm(2, 0, 1.0), [A]),
+        Case("trapezoid", lambda x: t.trapezoid(x, dim=0), [A]),
+        Case("searchsorted", t.searchsorted, [DISTINCT.flatten().sort()[0], A]),
+        Case("bincount", lambda x: t.bincount(x), [N.flatten()]),
+        Case("histc", lambda x: t.histc(x, 4), [A], grad=False),
+        Case("unique", lambda x: t.unique(x), [N]),
+    ]
+
+
+FAMILIES = {"reductions": reductions, "along": along}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_one_axis(family: str) -> None:
+    assert_right(FAMILIES[family](), LINE, limit=10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_two_axes(family: str) -> None:
+    assert_right(FAMILIES[family](), GRID, limit=6)
