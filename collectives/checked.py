@@ -261,6 +261,8 @@ def _host(x: torch.Tensor) -> torch.Tensor:
         x = x.resolve_conj().resolve_neg()
     if not x.is_cpu:
         x = x.cpu()
+    if x._is_zerotensor():  # a gradient known to be zero, without memory
+        return x.clone()
     return x.contiguous()
 
 
