@@ -154,7 +154,9 @@ def test_reduce_scatter(n: int, given: bool, op: str, dim: int) -> None:
         total = torch.stack(xs).sum(0) / (n if op == "avg" else 1)
         return list(total.split(sizes, dim))
 
-    verb: Verb = lambda x, c: reduce_scatter(x, c, dim, sizes if given else None, op)
+    def verb(x: Tensor, c: Communicator) -> Tensor:
+        return reduce_scatter(x, c, dim, sizes if given else None, op)
+
     check(n, verb, serial, lambda r: shape)
 
 
