@@ -8,6 +8,7 @@ from dtensor.collectives.communicator import CollectiveError
 from dtensor.collectives.counter import count_collectives
 from dtensor.collectives.simulate import simulate
 from dtensor.errors import ShardingError
+from dtensor.factories import arange, empty, full, ones, rand, randn, zeros
 from dtensor.gradients import no_grad_sync
 from dtensor.mesh.ambient import current_mesh, use_mesh
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
@@ -16,7 +17,16 @@ from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.policy import RedistributionWarning, redistribution
 from dtensor.rules.table import register_rule
 from dtensor.styles.data_parallel import DataParallel
+from dtensor.styles.distribute import distribute_module
+from dtensor.styles.loading import full_state_dict
 from dtensor.styles.parallelize import layout_of, parallelize_module
+from dtensor.styles.prepare import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
+from dtensor.styles.replicate import ReplicateParallel
+from dtensor.styles.sequence_parallel import SequenceParallel
 from dtensor.styles.style import Layout, ParallelStyle, Port
 from dtensor.styles.tensor_parallel import (
     Colwise,
@@ -40,25 +50,39 @@ __all__ = [
     "Partial",
     "Placement",
     "Port",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
     "RedistributionWarning",
     "Replicate",
+    "ReplicateParallel",
     "Rowwise",
     "RowwiseParallel",
+    "SequenceParallel",
     "Shard",
     "ShardingError",
+    "arange",
     "count_collectives",
     "current_mesh",
+    "distribute_module",
     "distribute_tensor",
+    "empty",
+    "full",
+    "full_state_dict",
     "get_rank",
     "get_world_size",
     "init_device_mesh",
     "layout_of",
     "no_grad_sync",
+    "ones",
     "parallelize_module",
+    "rand",
+    "randn",
     "redistribution",
     "register_rule",
     "simulate",
     "use_mesh",
+    "zeros",
 ]
 
 dtensor.interop.install()

@@ -1,7 +1,16 @@
 """Styles: how modules are laid out over a mesh, and ``parallelize_module``."""
 
 from dtensor.styles.data_parallel import DataParallel
+from dtensor.styles.distribute import distribute_module
+from dtensor.styles.loading import full_state_dict
 from dtensor.styles.parallelize import layout_of, parallelize_module
+from dtensor.styles.prepare import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
+from dtensor.styles.replicate import ReplicateParallel
+from dtensor.styles.sequence_parallel import SequenceParallel
 from dtensor.styles.style import Layout, ParallelStyle, Port
 from dtensor.styles.tensor_parallel import (
     Colwise,
@@ -17,8 +26,15 @@ __all__ = [
     "Layout",
     "ParallelStyle",
     "Port",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "ReplicateParallel",
     "Rowwise",
     "RowwiseParallel",
+    "SequenceParallel",
+    "distribute_module",
+    "full_state_dict",
     "layout_of",
     "parallelize_module",
 ]

@@ -1,10 +1,8 @@
 """What happens to tensors when a laid-out module is called.
 
 ``Crossing`` sits on a styled module: it gives plain inputs their type, brings them
-where the module wants them, and types or frees what comes out. ``Bridge`` sits on a
-module without a style in a model whose activations are plain: there the parameters,
-which are DTensors all the same, are lent to the module as plain tensors. Both are
-module hooks, so the module's class, forward and signature stay as they are.
+where the module wants them, and types or frees what comes out. It is a pair of module
+hooks, so the module's class, forward and signature stay as they are.
 
 Plain tensors follow the convention of local values: what is alike on the ranks of an
 axis is used alike by all of them, and each rank calls backward (``boundary.py``).
@@ -12,7 +10,9 @@ axis is used alike by all of them, and each rank calls backward (``boundary.py``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,49 +24,20 @@ from dtensor.errors import ShardingError
 from dtensor.mesh.chunks import chunk_sizes
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Placements, Replicate, Shard
+from dtensor.styles.family import Family
 from dtensor.styles.style import Layout, Port
 from dtensor.tensor import DTensor, local_of
 
 # Names under which a module keeps what was said of it.
 CROSSING, BRIDGE, AROUND = "_dtensor_crossing", "_dtensor_bridge", "_dtensor_around"
+# Name under which a plain tensor says of which dims it is a piece.
+PIECE = "_dtensor_piece"
 
 
 def around_of(module: nn.Module) -> dict[int, Placement]:
     """What plain tensors in a module are, by axis, where that is not Replicate."""
     found: dict[int, Placement] = module.__dict__.get(AROUND, {})
     return found
-
-
-class Family:
-    """Typed inputs that sibling modules share while their parent runs.
-
-    Queries, keys and values come from three modules that get one tensor. Typed once,
-    it needs one all-reduce in backward instead of three.
-    """
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.typed: dict[Any, tuple[Tensor, int, DTensor]] = {}
-
-    def open(self, module: nn.Module, args: Any) -> None:
-        """Pre-hook of the parent."""
-        self.depth += 1
-
-    def close(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook of the parent; runs after a failure too."""
-        self.depth -= 1
-        if self.depth == 0:
-            self.typed.clear()
-
-    def once(self, x: Tensor, key: Any, make: Callable[[], DTensor]) -> DTensor:
-        """The typed ``x``: the one made before, or a new one."""
-        if self.depth == 0:
-            return make()
-        full = (id(x), torch.is_grad_enabled(), key)
-        held = self.typed.get(full)
-        if held is None or held[0] is not x or held[1] != x._version:
-            held = self.typed[full] = (x, x._version, make())
-        return held[2]
 
 
 class Crossing:
@@ -83,24 +54,23 @@ class Crossing:
         self.layouts: dict[int, Layout] = {}
         self.styles: dict[int, str] = {}
         self.family: Family | None = None
+        self._positional: tuple[str, ...] = ()
+        self._resolved: dict[Any, Any] = {}
 
     @property
-    def local(self) -> bool:
-        """Whether the module gives plain tensors."""
-        return any(layout.local for layout in self.layouts.values())
-
-    @property
-    def typed_inputs(self) -> bool:
+    def takes_inputs(self) -> bool:
         """Whether a style says what comes in."""
-        return any(x.inputs is not None or x.keywords for x in self.layouts.values())
+        return any(layout.entries() for layout in self.layouts.values())
 
     def bind(self, axis: int, style: str, layout: Layout) -> None:
         """Add the layout along one more axis."""
         self.styles[axis], self.layouts[axis] = style, layout
+        self._resolved.clear()
 
     def install(self, module: nn.Module) -> None:
         """Put the hooks on, last among the pre-hooks and first among the hooks."""
         module.__dict__[CROSSING] = self
+        self._positional = positional_names(module)
         module.register_forward_pre_hook(self.enter, with_kwargs=True)
         module.register_forward_hook(self.leave, prepend=True)
 
@@ -108,42 +78,95 @@ class Crossing:
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pre-hook: inputs as DTensors in the wanted placements."""
-        for axis, layout in self.layouts.items():
-            if isinstance(layout.inputs, tuple) and len(layout.inputs) != len(args):
-                raise ValueError(
-                    f"{self.name}: the style describes {len(layout.inputs)} positional "
-                    f"inputs on axis {self.mesh.axis_name(axis)!r}, got {len(args)}. "
-                    f"Give the style one placement (or None) per positional input."
-                )
-            for missing in layout.keywords.keys() - kwargs.keys():
-                raise ValueError(
-                    f"{self.name}: the style describes a keyword input {missing!r}, "
-                    f"got {sorted(kwargs)}. Call the module with {missing}=, or take "
-                    f"it out of the style."
-                )
+        """Pre-hook: inputs in the wanted placements, plain where a style says so."""
         around = around_of(module)
-        new = tuple(self._enter(x, self._ports(i), around) for i, x in enumerate(args))
-        more = {k: self._enter(x, self._ports(k), around) for k, x in kwargs.items()}
-        return new, more
+        key = (len(args), *kwargs)
+        found = self._resolved.get(key)
+        if found is None:
+            found = self._resolved[key] = self._resolve(len(args), kwargs)
+        places, named = found
 
-    def _ports(self, key: int | str) -> dict[int, Port]:
-        found: dict[int, Port] = {}
+        def brought(x: Any, where: int | str) -> Any:
+            ports = places.get(where)
+            if ports is None:
+                return x
+            if isinstance(x, Tensor):
+                return self._enter(x, ports, around)
+            if where in named and x is not None:
+                raise TypeError(
+                    f"{self.name}: the style gives input {where!r} a placement, got "
+                    f"{type(x).__name__}, expected a tensor. Give it None in the style."
+                )
+            return x
+
+        new = tuple(brought(x, i) for i, x in enumerate(args))
+        return new, {k: brought(x, k) for k, x in kwargs.items()}
+
+    def _resolve(
+        self, count: int, kwargs: dict[str, Any]
+    ) -> tuple[dict[int | str, dict[int, Port]], set[int | str]]:
+        """For calls of this form: ports by input and axis; inputs that have their own."""
+        places: dict[int | str, dict[int, Port]] = {}
+        named: set[int | str] = set()
         for axis, layout in self.layouts.items():
-            port = layout.keywords.get(key) if isinstance(key, str) else None
-            if port is None and isinstance(layout.inputs, Port):
-                port = layout.inputs
-            elif port is None and isinstance(layout.inputs, tuple):
-                port = layout.inputs[key] if isinstance(key, int) else None
-            if port is not None:
-                found[axis] = port
-        return found
+            ports: dict[int | str, Port | None] = {}
+            if isinstance(layout.inputs, tuple):
+                what = "positional inputs"
+                self._check_count(what, axis, layout.inputs, count, kwargs)
+                ports.update(enumerate(layout.inputs))
+                named.update(i for i, port in ports.items() if port is not None)
+            else:
+                for where in (*range(count), *kwargs):
+                    ports[where] = layout.inputs
+            for name, port in layout.keywords.items():
+                found = self._find(name, count, kwargs)
+                if found is not None:
+                    ports[found] = port
+                    named.add(found)
+            for where, one in ports.items():
+                if one is not None:
+                    places.setdefault(where, {})[axis] = one
+        return places, named
+
+    def _find(self, name: str, count: int, kwargs: dict[str, Any]) -> int | str | None:
+        """Where an argument of this name is in a call, or None where it is left out."""
+        if name in kwargs:
+            return name
+        if name in self._positional:
+            index = self._positional.index(name)
+            return index if index < count else None
+        return None
+
+    def _check_count(
+        self,
+        what: str,
+        axis: int,
+        ports: tuple[Any, ...],
+        count: int,
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if len(ports) == count:
+            return
+        named = f" and the keyword inputs {sorted(kwargs)}" if kwargs else ""
+        mend = (
+            "Give the style one placement (or None) per tensor, and those of keyword "
+            "inputs by name in input_kwarg_layouts."
+        )
+        raise ValueError(
+            f"{self.name}: the style describes {len(ports)} {what} on axis "
+            f"{self.mesh.axis_name(axis)!r}, got {count}{named}. {mend}"
+        )
 
     def _enter(
-        self, x: Any, ports: dict[int, Port], around: dict[int, Placement]
-    ) -> Any:
-        if not ports or not isinstance(x, Tensor):
-            return x
+        self, x: Tensor, ports: dict[int, Port], around: dict[int, Placement]
+    ) -> Tensor:
+        wanted = {axis: port.wanted for axis, port in ports.items()}
+        local = any(port.local for port in ports.values())
+
+        def make() -> Tensor:
+            y = x if isinstance(x, DTensor) else self._typed(x, ports, around)
+            return self._freed(y, wanted, around) if local else self._bring(y, wanted)
+
         if isinstance(x, DTensor):
             if x.device_mesh is not self.mesh:
                 raise ShardingError(
@@ -151,13 +174,11 @@ class Crossing:
                     f"got {x!r}, expected {self.mesh!r}. Make the input on the mesh "
                     f"that the module was laid out on."
                 )
-            return self._bring(x, {a: p.wanted for a, p in ports.items()})
-        wanted = {axis: port.wanted for axis, port in ports.items()}
+            if not local and self._places(x, wanted) == x.placements:
+                return x
         if self.family is None:
-            return self._bring(self._typed(x, ports, around), wanted)
-        key = (self.mesh, tuple(ports.items()), tuple(around.items()))
-        typed = self.family.once(x, key, lambda: self._typed(x, ports, around))
-        return self._bring(typed, wanted)
+            return make()
+        return self.family.once(x, (self.mesh, *ports.items(), *around.items()), make)
 
     def _typed(
         self, x: Tensor, ports: dict[int, Port], around: dict[int, Placement]
@@ -194,67 +215,82 @@ class Crossing:
             )
         return Shard(dim)
 
-    def _bring(self, x: DTensor, wanted: dict[int, Placement | None]) -> DTensor:
+    def _places(self, x: DTensor, wanted: dict[int, Placement | None]) -> Placements:
+        """The placements of ``x`` with the wanted ones put in."""
         places = list(x.placements)
         for axis, place in wanted.items():
+            if isinstance(place, Shard):
+                place = self._shard(place, len(x.shape))
             if place is not None:
-                if isinstance(place, Shard):
-                    place = self._shard(place, len(x.shape))
                 places[axis] = place
-        return x if tuple(places) == x.placements else x.redistribute(places)
+        return tuple(places)
+
+    def _bring(self, x: DTensor, wanted: dict[int, Placement | None]) -> DTensor:
+        places = self._places(x, wanted)
+        return x if places == x.placements else x.redistribute(places)
 
     # ---- outputs ---------------------------------------------------------------
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook: outputs in the wanted placements, plain where a style says so."""
-        if isinstance(output, (tuple, list)):
-            for axis, layout in self.layouts.items():
-                ports = layout.outputs
-                if isinstance(ports, tuple) and len(ports) != len(output):
-                    raise ValueError(
-                        f"{self.name}: the style describes {len(ports)} outputs on axis "
-                        f"{self.mesh.axis_name(axis)!r}, got {len(output)}. Give the "
-                        f"style one placement (or None) per output."
-                    )
-            new = [self._leave(x, i, module) for i, x in enumerate(output)]
-            if isinstance(output, list):
-                return new
-            if hasattr(output, "_fields"):
-                return type(output)(*new)
-            return tuple(new)
-        return self._leave(output, 0, module)
+        if isinstance(output, Mapping):
+            return self._leave_mapping(output, module)
+        many = isinstance(output, (tuple, list))
+        given = list(output) if many else [output]
+        for axis, layout in self.layouts.items():
+            if isinstance(layout.outputs, tuple):
+                self._check_count("outputs", axis, layout.outputs, len(given))
+        new = [self._leave(x, i, module) for i, x in enumerate(given)]
+        if not many:
+            return new[0]
+        if isinstance(output, list):
+            return new
+        if hasattr(output, "_fields"):
+            return type(output)(*new)
+        return tuple(new)
+
+    def _leave_mapping(self, output: Mapping[str, Any], module: nn.Module) -> Any:
+        """A dict of outputs, under one port for all."""
+        if all(layout.outputs is None for layout in self.layouts.values()):
+            return output
+        for axis, layout in self.layouts.items():
+            if isinstance(layout.outputs, tuple):
+                self._check_count("outputs", axis, layout.outputs, len(output))
+        new = copy.copy(output)
+        for index, (key, x) in enumerate(output.items()):
+            new[key] = self._leave(x, index, module)  # type: ignore[index]
+        return new
 
     def _leave(self, x: Any, index: int, module: nn.Module) -> Any:
-        wanted: dict[int, Placement | None] = {}
         ports: dict[int, Port] = {}
         for axis, layout in self.layouts.items():
-            port = layout.outputs
-            if isinstance(port, tuple):
-                port = port[index]
+            one = layout.outputs
+            port = one[index] if isinstance(one, tuple) else one
             if port is not None:
                 ports[axis] = port
-                wanted[axis] = port.wanted
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or not ports:
             return x
+        around = around_of(module)
         if not isinstance(x, DTensor):
             if not any(port.given is not None for port in ports.values()):
                 return x
-            x = self._typed(x, ports, around_of(module))
-        if not self.local:
-            return self._bring(x, wanted)
-        return self._freed(x, wanted)
+            x = self._typed(x, ports, around)
+        wanted = {axis: port.wanted for axis, port in ports.items()}
+        if any(port.local for port in ports.values()):
+            return self._freed(x, wanted, around)
+        return self._bring(x, wanted)
 
-    def _freed(self, x: DTensor, wanted: dict[int, Placement | None]) -> Tensor:
+    def _freed(
+        self,
+        x: DTensor,
+        wanted: dict[int, Placement | None],
+        around: dict[int, Placement],
+    ) -> Tensor:
         """This rank's plain tensor; what all ranks shall hold alike is fused.
 
         On an axis where the result is wanted whole, a Partial passes Megatron's g and
         a Shard is gathered; the adjoints of both communicate nothing.
         """
-        goal = list(x.placements)
-        for axis, place in wanted.items():
-            if isinstance(place, Shard):
-                place = self._shard(place, len(x.shape))
-            if place is not None:
-                goal[axis] = place
+        goal = self._places(x, wanted)
         # What is not fused is moved first, as a DTensor.
         first = tuple(
             p if isinstance(q, Replicate) and _fuses(x.placements, axis) else q
@@ -279,7 +315,30 @@ class Crossing:
                 masked, lead = True, lead and spec.coordinate[axis] == 0
         if masked and torch.is_grad_enabled() and y.requires_grad:
             y = ReplicateToLocal.apply(y, lead)  # type: ignore[no-untyped-call]
+        pieces = [
+            f"{q} on axis {self.mesh.axis_name(axis)!r}"
+            for axis, q in enumerate(goal)
+            if isinstance(q, Shard) and self.mesh.shape[axis] > 1 and axis not in around
+        ]
+        if pieces:
+            y.__dict__[PIECE] = ", ".join(pieces)
         return y
+
+
+def positional_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the positional parameters of a module's forward."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def takes_name(module: nn.Module, name: str) -> bool:
+    """Whether a module's forward can be called with an argument of this name."""
+    parameters = inspect.signature(module.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return True
+    found = parameters.get(name)
+    return found is not None and found.kind is not inspect.Parameter.POSITIONAL_ONLY
 
 
 def _fuses(places: Placements, axis: int) -> bool:
@@ -288,73 +347,3 @@ def _fuses(places: Placements, axis: int) -> bool:
     if isinstance(place, Shard):
         return sum(p == place for p in places) == 1
     return place in (Partial(), Replicate())
-
-
-class Bridge:
-    """Lends a module its replicated parameters as plain tensors.
-
-    While the module runs on plain tensors only, its parameters and buffers are this
-    rank's copies; their gradients go the way of ``to_local``. A call that gets a
-    DTensor is left alone.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.active = True
-        self._lent: list[list[tuple[dict[str, Any], str, Any, Any]]] = []
-
-    def install(self, module: nn.Module) -> None:
-        """Put the hooks on."""
-        module.__dict__[BRIDGE] = self
-        module.register_forward_pre_hook(self.lend, with_kwargs=True)
-        module.register_forward_hook(self.take_back, prepend=True, always_call=True)
-
-    def lend(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Pre-hook: plain tensors in the place of DTensors."""
-        lent: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._lent.append(lent)
-        typed = any(isinstance(x, DTensor) for x in _tensors((args, kwargs)))
-        if typed or not self.active:
-            return
-        around = around_of(module)
-        grads = [
-            Partial() if isinstance(around.get(axis), Shard) else Replicate()
-            for axis in range(self.mesh.ndim)
-        ]
-        for table in (module._parameters, module._buffers):
-            for name, held in table.items():
-                if isinstance(held, DTensor) and held.device_mesh is self.mesh:
-                    plain = held.to_local(grad_placements=grads)
-                    lent.append((table, name, held, plain))
-        for table, name, _, plain in lent:
-            table[name] = plain
-
-    def take_back(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook: the DTensors again; runs after a failure too."""
-        if not self._lent:  # an earlier pre-hook failed before ours ran
-            return
-        for table, name, held, plain in self._lent.pop():
-            now = table.get(name)
-            if now is plain:
-                table[name] = held
-            elif isinstance(now, Tensor) and not isinstance(now, DTensor):
-                # The module has put another value there, as running statistics do.
-                whole = [Replicate()] * self.mesh.ndim
-                table[name] = DTensor.from_local(
-                    now.detach(), self.mesh, whole, run_check=False
-                )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"mesh": self.mesh, "active": self.active, "_lent": []}
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in arguments, inside lists, tuples and dicts too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)

@@ -12,17 +12,17 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.styles.style import ParallelStyle
 
 StyleLike = ParallelStyle | type[ParallelStyle]
 Plan = StyleLike | Sequence[StyleLike] | Mapping[str, Any]
-Entry = tuple[str, ParallelStyle]
+Entry = tuple[str, ParallelStyle | None]
 
 
-def is_plan(value: object) -> bool:
+def is_plan(value: object) -> TypeGuard[Plan]:
     """Whether a value can only be meant as a plan."""
     if isinstance(value, type):
         return issubclass(value, ParallelStyle)
@@ -30,7 +30,7 @@ def is_plan(value: object) -> bool:
 
 
 def flatten_plan(plan: Plan, path: str = "") -> list[Entry]:
-    """All (name, style) pairs of a plan, in its order.
+    """All (name, style) pairs of a plan, in its order; None where one gives no style.
 
     Args:
         plan: The plan.
@@ -53,7 +53,7 @@ def flatten_plan(plan: Plan, path: str = "") -> list[Entry]:
                 f"without arguments ({error}). Give an instance, "
                 f"{plan.__name__}(...)."
             ) from error
-    if isinstance(plan, ParallelStyle):
+    if isinstance(plan, ParallelStyle) or plan is None:
         return [(path, plan)]
     if isinstance(plan, Mapping):
         found: list[Entry] = []
@@ -80,8 +80,6 @@ def match_plan(
 ) -> dict[str, list[Entry]]:
     """The styles of each module, with the keys they come from.
 
-    A key without wildcards goes before those with.
-
     Args:
         entries: From ``flatten_plan``.
         names: Paths of all modules, ``""`` for the outermost.
@@ -102,9 +100,6 @@ def match_plan(
             _unmatched(key, style, names, strict)
         for name in found:
             matched.setdefault(name, []).append((key, style))
-    for name, given in matched.items():
-        if any(key == name for key, _ in given):
-            matched[name] = [(key, style) for key, style in given if key == name]
     return {name: matched[name] for name in names if name in matched}
 
 
@@ -121,7 +116,7 @@ def _fits(key: Sequence[str], name: Sequence[str]) -> bool:
 
 
 def _unmatched(
-    key: str, style: ParallelStyle, names: Sequence[str], strict: bool
+    key: str, style: ParallelStyle | None, names: Sequence[str], strict: bool
 ) -> None:
     near = nearest(key, names)
     text = (
@@ -146,6 +141,28 @@ def nearest(key: str, names: Iterable[str], limit: int = 3) -> list[str]:
     starred = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in plain]
     pool = list(dict.fromkeys(plain + (starred if "*" in key else [])))
     return difflib.get_close_matches(key, pool, n=limit, cutoff=0.4)
+
+
+def bound(
+    given: Sequence[Entry], name: str, mesh: DeviceMesh, mesh_dim: str | int | None
+) -> list[tuple[str, ParallelStyle, int]]:
+    """The styles of one module with their keys and axes.
+
+    Along each axis a key without wildcards goes before those with.
+
+    Args:
+        given: The module's entries, from ``match_plan``.
+        name: Path of the module.
+        mesh: The mesh the plan is applied on.
+        mesh_dim: The axis that the call names.
+    """
+    rows = [
+        (key, style, axis_of(style, mesh, mesh_dim))
+        for key, style in given
+        if style is not None
+    ]
+    exact = {axis for key, _, axis in rows if key == name}
+    return [row for row in rows if row[0] == name or row[2] not in exact]
 
 
 def axis_of(style: ParallelStyle, mesh: DeviceMesh, mesh_dim: str | int | None) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
-from dtensor.placement import Placement
+from dtensor.placement import Placement, Replicate
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,16 @@ class Port:
         size: Global length in elements of the dim that ``given`` shards, where the
             module knows it. Where it is not known the shards are compared, by one
             small all-gather.
+        local: Hand it on as this rank's plain tensor instead of a DTensor.
     """
 
     given: Placement | None = None
     wanted: Placement | None = None
     size: int | None = None
+    local: bool = False
+
+
+Ports = Port | tuple[Port | None, ...] | None
 
 
 @dataclass(frozen=True)
@@ -42,19 +48,44 @@ class Layout:
             submodules). Those not named are replicated.
         inputs: One port for all tensors that come in, or one (or None) for each
             positional argument. None: inputs are left alone.
-        keywords: Ports of keyword arguments, by name.
+        keywords: Ports of arguments by name. The name is looked for among the keyword
+            arguments of a call, then, by the signature, among the positional ones.
         outputs: One port for all tensors that go out, or one (or None) for each.
-        local: The outputs are plain local tensors instead of DTensors.
         around: What plain tensors are along this axis in all modules inside this one
             (None: each rank holds all of the value).
     """
 
     parameters: Mapping[str, Placement] = field(default_factory=dict)
-    inputs: Port | tuple[Port | None, ...] | None = None
+    inputs: Ports = None
     keywords: Mapping[str, Port] = field(default_factory=dict)
-    outputs: Port | tuple[Port | None, ...] | None = None
-    local: bool = False
+    outputs: Ports = None
     around: Placement | None = None
+
+    def entries(self) -> list[Port]:
+        """Ports of what comes in."""
+        return [*_listed(self.inputs), *self.keywords.values()]
+
+    def exits(self) -> list[Port]:
+        """Ports of what goes out."""
+        return _listed(self.outputs)
+
+    @property
+    def typed_inside(self) -> bool:
+        """Whether the module's own code sees DTensors."""
+        entries = self.entries()
+        return any(not port.local for port in entries) or (
+            bool(self.parameters) and not entries
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether the style gives plain tensors, to the module or to its caller."""
+        return any(port.local for port in [*self.entries(), *self.exits()])
+
+
+def _listed(ports: Ports) -> list[Port]:
+    listed = ports if isinstance(ports, tuple) else (ports,)
+    return [port for port in listed if port is not None]
 
 
 class ParallelStyle:
@@ -98,6 +129,59 @@ class ParallelStyle:
 
     def __repr__(self) -> str:
         given = ", ".join(
-            f"{name}={value}" for name, value in vars(self).items() if value is not None
+            f"{name}={value!r}"
+            for name, value in vars(self).items()
+            if value is not None and not name.startswith("_")
         )
         return f"{type(self).__name__}({given})"
+
+    # ---- reading arguments, for the styles -------------------------------------
+    def _placement(self, name: str, given: Any, default: Placement) -> Placement:
+        """One placement, as PyTorch takes it: itself, in a tuple of one, or None."""
+        if given is None:
+            return default
+        if isinstance(given, (tuple, list)) and len(given) == 1:
+            given = given[0]
+        if not isinstance(given, Placement):
+            raise TypeError(
+                f"{type(self).__name__}: {name} is not a placement, got {given!r}, "
+                f"expected Shard(dim), Replicate() or Partial() for the axis of the "
+                f"style. Write for example {type(self).__name__}({name}=Replicate())."
+            )
+        return given
+
+    def _placements(self, name: str, given: Any) -> tuple[Placement | None, ...] | None:
+        """One placement, or one (or None) per tensor; None where none was given."""
+        if given is None or isinstance(given, Placement):
+            return None if given is None else (given,)
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(
+                f"{type(self).__name__}: {name} is not a row of placements, got "
+                f"{given!r}, expected one placement (or None) per tensor. Write for "
+                f"example {name}=(Shard(1), None)."
+            )
+        return tuple(
+            None if one is None else self._placement(name, one, Replicate())
+            for one in given
+        )
+
+    def _paired(
+        self,
+        given: tuple[str, tuple[Placement | None, ...] | None],
+        wanted: tuple[str, tuple[Placement | None, ...] | None],
+        local: bool,
+    ) -> tuple[Port | None, ...] | None:
+        """One port per tensor from two rows of placements; None where there are none."""
+        (name, first), (other, second) = given, wanted
+        if first is None and second is None:
+            return None
+        if first is None or second is None or len(first) != len(second):
+            raise ValueError(
+                f"{type(self).__name__}: {name} and {other} do not match, got {first} "
+                f"and {second}, expected as many placements in both. Give each tensor "
+                f"one in both, or None in both to leave it alone."
+            )
+        return tuple(
+            None if p is None else Port(p, q, local=local)
+            for p, q in zip(first, second, strict=True)
+        )

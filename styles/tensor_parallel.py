@@ -94,8 +94,12 @@ class ColwiseParallel(ParallelStyle):
         mesh_dim: str | int | None = None,
     ) -> None:
         super().__init__(mesh_dim=mesh_dim)
-        self.input_layouts = _placement(self, input_layouts, Replicate())
-        self.output_layouts = _placement(self, output_layouts, Shard(-1))
+        self.input_layouts = self._placement(
+            "input_layouts", input_layouts, Replicate()
+        )
+        self.output_layouts = self._placement(
+            "output_layouts", output_layouts, Shard(-1)
+        )
         self.use_local_output = use_local_output
 
     def layout(self, module: nn.Module) -> Layout:
@@ -104,8 +108,7 @@ class ColwiseParallel(ParallelStyle):
         return Layout(
             _by_output(self, module),
             inputs=Port(self.input_layouts, Replicate(), size),
-            outputs=Port(wanted=self.output_layouts),
-            local=self.use_local_output,
+            outputs=Port(wanted=self.output_layouts, local=self.use_local_output),
         )
 
 
@@ -133,8 +136,10 @@ class RowwiseParallel(ParallelStyle):
         mesh_dim: str | int | None = None,
     ) -> None:
         super().__init__(mesh_dim=mesh_dim)
-        self.input_layouts = _placement(self, input_layouts, Shard(-1))
-        self.output_layouts = _placement(self, output_layouts, Replicate())
+        self.input_layouts = self._placement("input_layouts", input_layouts, Shard(-1))
+        self.output_layouts = self._placement(
+            "output_layouts", output_layouts, Replicate()
+        )
         self.use_local_output = use_local_output
 
     def layout(self, module: nn.Module) -> Layout:
@@ -144,8 +149,7 @@ class RowwiseParallel(ParallelStyle):
         return Layout(
             parameters,
             inputs=Port(self.input_layouts, wanted, size),
-            outputs=Port(wanted=self.output_layouts),
-            local=self.use_local_output,
+            outputs=Port(wanted=self.output_layouts, local=self.use_local_output),
         )
 
 
@@ -182,19 +186,3 @@ def _unknown(style: ParallelStyle, module: nn.Module) -> TypeError:
         f"expected nn.Linear or nn.Embedding. Name the linears inside it in the plan, "
         f"or write a ParallelStyle whose layout(module) says how it lies."
     )
-
-
-def _placement(
-    style: ParallelStyle, given: Placement | None, default: Placement
-) -> Placement:
-    if given is None:
-        return default
-    if isinstance(given, tuple) and len(given) == 1:
-        given = given[0]
-    if not isinstance(given, Placement):
-        raise TypeError(
-            f"{type(style).__name__}: not a placement, got {given!r}, expected "
-            f"Shard(dim), Replicate() or Partial() for the axis of the style. "
-            f"Write for example {type(style).__name__}(output_layouts=Replicate())."
-        )
-    return given
