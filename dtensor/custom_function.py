@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
@@ -71,10 +72,10 @@ class TypedContext(BackwardCFunction):
     def save_for_backward(self, *tensors: T) -> None:
         """As torch's; torch gives outputs back as plain tensors, so note the specs."""
         self._saved_specs = specs_of(tensors)
-        super().save_for_backward(*tensors)  # type: ignore[no-untyped-call]
+        super().save_for_backward(*tensors)
 
     @property
-    def saved_tensors(self) -> tuple[Any, ...]:
+    def saved_tensors(self) -> tuple[Any, ...]:  # type: ignore[override]
         """The saved tensors, each with the spec it was saved with."""
         saved = torch._C._FunctionBase.saved_tensors.__get__(self)  # type: ignore[attr-defined]
         return tuple(
@@ -138,7 +139,7 @@ def _backward_of(cls: Any, user: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(user)
     def backward(ctx: TypedContext, *grads: Any) -> Any:
-        plains = grads[0] if boxed else grads
+        plains: Any = grads[0] if boxed else grads
         given = [
             cotangent(plain(g), s) if s is not None and isinstance(g, T) else g
             for g, s in zip(plains, ctx._output_specs, strict=True)
@@ -216,9 +217,10 @@ def _undifferentiable(grads: tuple[Any, ...]) -> Any:
         b"with @once_differentiable",
         len(grads),
     )
-    return error(
-        *[None if g is None else g.detach().requires_grad_(True) for g in grads]
-    )
+    fresh: list[Any] = [
+        None if g is None else g.detach().requires_grad_(True) for g in grads
+    ]
+    return error(*fresh)
 
 
 # ---- full backward hooks of modules ---------------------------------------------------

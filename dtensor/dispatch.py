@@ -328,6 +328,30 @@ def into(handler: Handler, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return out
 
 
+# Ops whose result may lie in the memory of their operand, besides the views.
+SHARING = frozenset(
+    """
+    alias conj contiguous cpu cuda detach double flatten float half imag positive ravel
+    real reshape resolve_conj resolve_neg to type type_as view_as
+    """.split()
+)
+
+
+def sticky(run: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Run, and mark views of a moved view as moved, too."""
+
+    def marked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs) if run is None else run(func, args, kwargs)
+        if args and getattr(args[0], "_moved_view", False):
+            memory = args[0].untyped_storage().data_ptr()
+            for o in out if isinstance(out, (tuple, list)) else (out,):
+                if o.untyped_storage().data_ptr() == memory:
+                    o._moved_view = True
+        return out
+
+    return marked
+
+
 def check_target(name: str, target: Any) -> None:
     """Refuse a write into a view that had to be gathered: it would be lost."""
     for t in target if isinstance(target, (list, tuple)) else (target,):
@@ -491,6 +515,8 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         rewrite = rewrite(ins, outs) if rewrite is not None else None
         if not op.inplace and not n.view and has_empty([*ins, *outs]):
             run = tied(run)
+        if not op.inplace and (n.view or op.name in SHARING):
+            run = sticky(run)
     return Plan(
         moves=tuple(moves),
         out=outs if n.many or len(outs) != 1 else outs[0],
@@ -589,6 +615,7 @@ def fallback(name: str, inplace: bool) -> Handler:
             ]
             return made[0] if len(made) == 1 else tuple(made)
         moves = []
+        stuck = any(isinstance(a, DTensor) and a._moved_view for a in args)
         for o in operands:
             if o.spec is not o.spec.replicated():
                 moves.append((o.path, transition(o.spec, o.spec.replicated())))
@@ -620,7 +647,7 @@ def fallback(name: str, inplace: bool) -> Handler:
                     return o
                 if id(o) in given and not moves:
                     o = alias(o)
-                if moves and o._is_view():
+                if (moves or stuck) and o._is_view():
                     o._moved_view = True  # type: ignore[attr-defined]
                 return _retype_whole(o, spec, o.shape)
             if isinstance(o, tuple) and hasattr(o, "_fields") or isinstance(o, torch.Size):

@@ -28,10 +28,7 @@ plain tensors (``p.add_(q, alpha=x)``). They take the shard.
 from __future__ import annotations
 
 import functools
-import threading
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,23 +43,10 @@ from dtensor.registry import HANDLERS, Handler, handles
 from dtensor.rules.resolve import whole_value
 from dtensor.spec import spec_of
 from dtensor.tensor import DTensor, redistributed, typed
+from dtensor.transforms import compiles, holds_dtensor, transforms
 
 T = torch.Tensor
 Maker = Callable[[Any], Any]
-
-
-def holds_dtensor(x: Any) -> bool:
-    """Whether ``x`` is a DTensor, or a container or module that holds one."""
-    if isinstance(x, DTensor):
-        return True
-    if isinstance(x, (list, tuple, set, frozenset)):
-        return any(holds_dtensor(v) for v in x)
-    if isinstance(x, dict):
-        return any(holds_dtensor(v) for v in x.values())
-    x = getattr(x, "__self__", x) if isinstance(x, types.MethodType) else x
-    if isinstance(x, torch.nn.Module):
-        return any(isinstance(v, DTensor) for v in (*x.parameters(), *x.buffers()))
-    return False
 
 
 # ---- numbers -----------------------------------------------------------------------------
@@ -195,10 +179,31 @@ def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     x, data = args[0], args[1] if len(args) > 1 else kwargs["data"]
     if isinstance(data, DTensor):
         return torch.tensor(data, **{"dtype": x.dtype, **kwargs})
+    kwargs = dict(kwargs)
+    needs = kwargs.pop("requires_grad", False)
     with NoTF():
-        out = func(plain(x), *args[1:], **kwargs)
+        local = func(plain(x), *args[1:], **kwargs)
     whole = (Replicate(),) * x.device_mesh.ndim
-    return typed(out, spec_of(x.device_mesh, whole, out.shape, x._spec.world))
+    out = typed(local, spec_of(x.device_mesh, whole, local.shape, x._spec.world))
+    return out.requires_grad_(True) if needs else out
+
+
+def makes_leaves(handler: Handler) -> Handler:
+    """``requires_grad=True`` of a function that makes a DTensor: a watched leaf."""
+
+    def watched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not kwargs.get("requires_grad"):
+            return handler(func, args, kwargs)
+        rest = {k: v for k, v in kwargs.items() if k != "requires_grad"}
+        return handler(func, args, rest).requires_grad_(True)
+
+    return watched
+
+
+for _name in "empty_like full_like ones_like zeros_like".split():
+    handles(getattr(torch, _name))(makes_leaves(HANDLERS[getattr(torch, _name)]))
+for _name in "new_empty new_full new_ones new_zeros".split():
+    handles(getattr(T, _name))(makes_leaves(HANDLERS[getattr(T, _name)]))
 
 
 def refuses(what: str, mend: str, own: bool = True) -> Maker:
@@ -252,110 +257,6 @@ def _no_dlpack(func: Any, args: Any, kwargs: Any) -> Any:
         f"__dlpack__: DLPack would hand out this rank's shard alone, got {args[0]!r}, "
         f"expected a plain tensor. {LEAVE}"
     )
-
-
-# ---- transforms ------------------------------------------------------------------------------
-class _Guarded:
-    """How many transforms run; while any does, DTensor calls look for them."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.running = 0
-        self.usual: Any = None
-
-
-_GUARDED = _Guarded()
-_NO_TRANSFORM = (
-    "{}: a DTensor cannot be used inside torch.func or vmap, got {}, expected plain "
-    "tensors. Use torch.autograd.grad (create_graph=True for higher derivatives) on "
-    "DTensors, a batch dim in place of vmap, or plain tensors: x.full_tensor()."
-)
-
-
-def _checked(cls: Any, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """``__torch_function__`` while some thread runs a transform."""
-    inside = torch._C._functorch.peek_interpreter_stack() is not None
-    if inside or torch._C._len_torch_dispatch_stack() > 0:
-        name = getattr(func, "__name__", str(func))
-        raise ShardingError(_NO_TRANSFORM.format(name, "a DTensor from outside"))
-    return _GUARDED.usual(cls, func, kinds, args, kwargs)
-
-
-@contextmanager
-def _watching() -> Iterator[None]:
-    with _GUARDED.lock:
-        if _GUARDED.running == 0:
-            _GUARDED.usual = DTensor.__dict__["__torch_function__"].__func__
-            DTensor.__torch_function__ = classmethod(_checked)  # type: ignore[assignment,method-assign]
-        _GUARDED.running += 1
-    try:
-        yield
-    finally:
-        with _GUARDED.lock:
-            _GUARDED.running -= 1
-            if _GUARDED.running == 0:
-                DTensor.__torch_function__ = classmethod(_GUARDED.usual)  # type: ignore[assignment,method-assign]
-
-
-def transforms(original: Any) -> Any:
-    """A functorch transform: refuse DTensors that go in, and those it closes over."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        for a in (*args[1:], *kwargs.values()):
-            if holds_dtensor(a):
-                name = original.__name__.strip("_").removesuffix("_impl")
-                raise ShardingError(_NO_TRANSFORM.format(name, "one as an argument"))
-        with _watching():
-            return original(*args, **kwargs)
-
-    return wrapper
-
-
-# ---- compilers -------------------------------------------------------------------------------
-def compiles(original: Any) -> Any:
-    """``torch.compile``: refuse modules of DTensors now, other DTensors when met."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        model = args[0] if args else kwargs.get("model")
-        if holds_dtensor(model):
-            model = getattr(model, "__self__", model)
-            raise ShardingError(
-                f"torch.compile: a {type(model).__name__} holds DTensors, expected "
-                "plain parameters. Run it without torch.compile, or compile the parts "
-                "that compute on x.to_local()."
-            )
-        _watch_dynamo()
-        return original(*args, **kwargs)
-
-    return wrapper
-
-
-def _watch_dynamo() -> None:
-    """Make the tracer behind ``torch.compile`` refuse a DTensor in a frame."""
-    from torch._dynamo import exc
-    from torch._dynamo.variables.builder import VariableBuilder
-
-    usual = VariableBuilder.wrap_tensor
-    if getattr(usual, "_by_dtensor", False):
-        return
-
-    class CompileError(ShardingError, exc.TorchRuntimeError):
-        """A ``ShardingError`` that the tracer passes on as it is."""
-
-    @functools.wraps(usual)
-    def wrap_tensor(self: Any, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            raise CompileError(
-                f"torch.compile: does not see DTensors, got {value!r} in a compiled "
-                "function, expected plain tensors. Run the function without "
-                "torch.compile, or compile the parts that compute on x.to_local()."
-            )
-        return usual(self, value)
-
-    wrap_tensor._by_dtensor = True  # type: ignore[attr-defined]
-    VariableBuilder.wrap_tensor = wrap_tensor  # type: ignore[method-assign]
 
 
 def fills_parameters(original: Any) -> Any:
@@ -415,6 +316,7 @@ WRAPPED: list[tuple[Any, str, Maker]] = [
     (_EAGER, "_vjp_with_argnums", transforms),
     (_EAGER, "_jvp_with_argnums", transforms),
     (torch.func, "linearize", transforms),
+    (torch._C.ScriptFunction, "__call__", refuses("a scripted function", _JIT)),
     (torch.jit, "trace", refuses("torch.jit.trace", _JIT)),
     (torch.jit, "trace_module", refuses("torch.jit.trace_module", _JIT)),
     (torch.jit, "script", refuses("torch.jit.script", _JIT)),
@@ -434,10 +336,11 @@ def install() -> None:
         if getattr(original, "_by_dtensor", False):
             continue
         wrapper = make(original)
-        getattr(wrapper, "__func__", wrapper)._by_dtensor = True
+        inner: Any = getattr(wrapper, "__func__", wrapper)
+        inner._by_dtensor = True
         setattr(owner, name, wrapper)
         if owner is T:  # torch names a method by what the class has now
-            HANDLERS[getattr(wrapper, "__func__", wrapper)] = _forwards(original)
+            HANDLERS[inner] = _forwards(original)
         _tell_script(owner, name, original, wrapper)
 
 
@@ -451,7 +354,7 @@ def _forwards(original: Any) -> Handler:
 def _tell_script(owner: Any, name: str, original: Any, wrapper: Any) -> None:
     """TorchScript knows builtins by identity: the wrapper is the same one."""
     if owner is torch:
-        op = torch.jit._builtins._find_builtin(original)
+        op = torch.jit._builtins._find_builtin(original)  # type: ignore[no-untyped-call]
         if op is not None:
             torch.jit._builtins._register_builtin(wrapper, op)
 

@@ -44,7 +44,9 @@ def attributes_of(x: DTensor) -> dict[str, Any]:
     return {k: v for k, v in x.__dict__.items() if k not in OWN}
 
 
-def revived(local: T, spec: Spec, needs_grad: bool, attributes: dict[str, Any]) -> DTensor:
+def revived(
+    local: T, spec: Spec, needs_grad: bool, attributes: dict[str, Any]
+) -> DTensor:
     """A DTensor on a fresh shard, watched as a leaf where it requires grad."""
     out = typed(local, spec)
     out.__dict__.update(attributes)
@@ -68,7 +70,7 @@ def _deepcopy(func: Any, args: Any, kwargs: dict[str, Any]) -> DTensor:
                 f"op, {x!r}. Call x.detach() first."
             )
         shard = T.detach(x)
-        local = T.__deepcopy__(shard, memo)
+        local = T.__deepcopy__(shard, memo)  # type: ignore[no-untyped-call]
         # torch noted the alias, whose id may name another object in a moment.
         memo.pop(id(shard), None)
         needs = T.requires_grad.__get__(x)  # type: ignore[attr-defined]
@@ -170,9 +172,11 @@ def loading(copy_: Handler) -> Handler:
             with torch.no_grad(), NoTF():
                 shard = boundary.scatter(T.detach(source), spec, None)
             source = typed(shard, spec)
-            return copy_(func, (target, source, *rest), {
-                k: v for k, v in kwargs.items() if k != "src"
-            })
+            return copy_(
+                func,
+                (target, source, *rest),
+                {k: v for k, v in kwargs.items() if k != "src"},
+            )
         return copy_(func, args, kwargs)
 
     return handler

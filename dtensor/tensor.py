@@ -265,7 +265,10 @@ class DTensor(torch.Tensor):
         """The same shard without autograd."""
         with NoTF():
             local = _BASE.data.__get__(self)  # type: ignore[attr-defined]
-        return typed(local, self._spec)
+        out = typed(local, self._spec)
+        if self._moved_view:
+            out._moved_view = True
+        return out
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

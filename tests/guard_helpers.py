@@ -65,7 +65,9 @@ def same(got: Any, want: torch.Tensor, what: object = "") -> None:
     if isinstance(got, DTensor):
         got = got.full_tensor()
     assert type(got) is torch.Tensor, what
-    torch.testing.assert_close(got.detach(), want.detach(), msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        got.detach(), want.detach(), msg=lambda m: f"{what}: {m}"
+    )
 
 
 def leaves(values: Sequence[torch.Tensor], places: Sequence[Any]) -> tuple[Any, Any]:

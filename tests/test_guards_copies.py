@@ -169,7 +169,9 @@ def test_s1_full_plain_state_dict_loads_by_slicing() -> None:
     for v, want in zip(state.values(), other.parameters(), strict=True):
         assert torch.equal(v, want)  # the source is untouched
     local = {k: v.to_local() for k, v in net.state_dict().items()}
-    refused(r"size mismatch for 2.weight", lambda: net.load_state_dict(local), Exception)
+    refused(
+        r"size mismatch for 2.weight", lambda: net.load_state_dict(local), Exception
+    )
     x = lay(gen(4), Partial())
     x.copy_(gen(4, seed=3))
     same(x, gen(4, seed=3))

@@ -96,9 +96,7 @@ def test_s1_function_first_and_second_derivatives(px: Any, pw: Any) -> None:
     scalar = sum(g.square().sum() for g in first)
     want_scalar = sum(g.square().sum() for g in wanted)
     second = torch.autograd.grad(scalar, (x, w))
-    for g, want in zip(
-        second, torch.autograd.grad(want_scalar, (xr, wr)), strict=True
-    ):
+    for g, want in zip(second, torch.autograd.grad(want_scalar, (xr, wr)), strict=True):
         same(g, want)
 
 

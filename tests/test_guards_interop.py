@@ -87,7 +87,8 @@ def test_s1_constructors_are_refused() -> None:
     refused(r"set_: would take", lambda: x.set_(p))
     index = torch.tensor([[0, 1]])
     refused(
-        r"sparse_coo_tensor: would take", lambda: torch.sparse_coo_tensor(index, x, (8,))
+        r"sparse_coo_tensor: would take",
+        lambda: torch.sparse_coo_tensor(index, x, (8,)),
     )
     same(T([addends()]), torch.tensor([3.0]))
     same(x.new_tensor([1.0, 2.0]), torch.tensor([1.0, 2.0], dtype=torch.float64))
@@ -176,9 +177,7 @@ def test_s1_torch_func_is_refused(name: str) -> None:
     x = lay(gen(4), Shard(0))
     with count_collectives() as c:
         refused(text, lambda: TRANSFORMS[name](scalar, x))
-        refused(
-            text, lambda: TRANSFORMS[name](lambda t: scalar(t) * x.sum(), gen(4))
-        )
+        refused(text, lambda: TRANSFORMS[name](lambda t: scalar(t) * x.sum(), gen(4)))
     assert c.calls() == 0
     same(x + x, 2 * gen(4))  # and after it, all is as before
 
@@ -217,8 +216,9 @@ def test_s1_jit_and_export_are_refused() -> None:
     refused(text, lambda: torch.jit.trace(net(), (torch.ones(2, 4),)))
     refused(r"torch.jit.script: would take", lambda: torch.jit.script(net()))
     refused(r"torch.export.export: would", lambda: torch.export.export(net(), (x,)))
-    # A scripted function of plain tensors is called on whole values.
-    same(scripted()(lay(gen(4), Shard(0))), gen(4).relu() + 1)
+    refused(r"a scripted function: would", lambda: scripted()(lay(gen(4), Shard(0))))
+    # A scripted module is called on whole values.
+    same(torch.jit.script(nn.ReLU())(lay(gen(4), Shard(0))), gen(4).relu())
 
 
 def scripted() -> Any:
@@ -294,8 +294,10 @@ def test_s1_dtensor_as_an_index_or_value_of_a_plain_tensor() -> None:
     index, mask = lay(torch.tensor([1, 2]), Shard(0)), lay(gen(4) > 0, Shard(0))
     written = r"a plain tensor of shape \(4,\) is written from a DTensor.*full_tensor"
     for i in (index, mask):
-        refused(r"getitem: got a plain tensor of shape \(4,\).*from_local", lambda: p[i])  # noqa: B023
-        refused(written, lambda: p.__setitem__(i, 1.0))  # noqa: B023
+        refused(
+            r"getitem: got a plain tensor of shape \(4,\).*from_local", lambda i=i: p[i]
+        )
+        refused(written, lambda i=i: p.__setitem__(i, 1.0))
     refused(written, lambda: p.__setitem__(0, addends()))
     refused(written, lambda: p.copy_(lay(gen(4), Shard(0))))
     refused(written, lambda: p.fill_(addends()))
@@ -325,7 +327,9 @@ def test_s1_the_table_of_what_is_replaced() -> None:
         chain = [now]  # torch._dynamo wraps some of them once more
         while hasattr(chain[-1], "__wrapped__"):
             chain.append(chain[-1].__wrapped__)
-        ours = [f for f in chain if "/dtensor/" in getattr(f, "__code__", OTHER).co_filename]
+        ours = [
+            f for f in chain if "/dtensor/" in getattr(f, "__code__", OTHER).co_filename
+        ]
         assert len(ours) == 1, name
         assert now.__doc__ == chain[-1].__doc__, name
         assert now.__name__ == chain[-1].__name__, name
