@@ -12,14 +12,15 @@ import json
 import os
 import statistics
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
-from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 import dtensor
 

@@ -22,7 +22,8 @@ Each is the other's adjoint, so second derivatives are right as well.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -350,9 +351,7 @@ def _agreed_shape(
     for c in coordinates:
         assert c is not None, "every listed rank is a member"
         wanted.append(
-            tuple(
-                block_of(n, d, places, mesh.shape, c)[1] for d, n in enumerate(given)
-            )
+            tuple(block_of(n, d, places, mesh.shape, c)[1] for d, n in enumerate(given))
         )
     if wanted != shapes:
         raise ShardingError(
@@ -363,5 +362,3 @@ def _agreed_shape(
             "mesh, placements)."
         )
     return tuple(given)
-
-

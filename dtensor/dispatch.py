@@ -11,9 +11,10 @@ illegal calls are found there, before anything is moved.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -224,8 +225,10 @@ def planned(op: Op) -> Handler:
         if plan.inplace:
             check_target(op.name, args[0])
         with NoTF():
-            out = func(*args, **kwargs) if plan.run is None else plan.run(
-                func, args, kwargs
+            out = (
+                func(*args, **kwargs)
+                if plan.run is None
+                else plan.run(func, args, kwargs)
             )
         if type(out) is torch.Tensor:
             out.__class__ = DTensor
@@ -503,9 +506,7 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     for o, places in zip(operands, n.ins, strict=True):
         if places != o.placements:
             moves.append((o.path, transition(o.spec, o.spec.replace(places))))
-    outs = [
-        spec.replace(p, tuple(s)) for p, s in zip(n.outs, n.shapes, strict=True)
-    ]
+    outs = [spec.replace(p, tuple(s)) for p, s in zip(n.outs, n.shapes, strict=True)]
     ins = [o.spec.replace(w) for o, w in zip(operands, n.ins, strict=True)]
     run, rewrite = n.run, n.rewrite
     if spec.coordinate is None:
@@ -557,7 +558,9 @@ def meta_of(x: Any) -> Any:
     return x
 
 
-def meta_run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def meta_run(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
     """Results of the call on meta tensors of the global shapes.
 
     An illegal call raises torch's own error here, with the global shapes and on every
@@ -627,7 +630,12 @@ def fallback(name: str, inplace: bool) -> Handler:
                     f"got operands {text} on {spec.mesh!r}. Call "
                     "x = x.redistribute(Replicate()) first, or use the out-of-place op."
                 )
-            size = sum(t.elements * o.dtype.itemsize for o in operands for p, t in moves if p == o.path)
+            size = sum(
+                t.elements * o.dtype.itemsize
+                for o in operands
+                for p, t in moves
+                if p == o.path
+            )
             judge(name, text, size, MEND, True)
             plan = Plan(tuple(moves), None, None, None, True, False, inplace, text)
             args, kwargs = moved(plan, args, kwargs)
@@ -650,7 +658,11 @@ def fallback(name: str, inplace: bool) -> Handler:
                 if (moves or stuck) and o._is_view():
                     o._moved_view = True  # type: ignore[attr-defined]
                 return _retype_whole(o, spec, o.shape)
-            if isinstance(o, tuple) and hasattr(o, "_fields") or isinstance(o, torch.Size):
+            if (
+                isinstance(o, tuple)
+                and hasattr(o, "_fields")
+                or isinstance(o, torch.Size)
+            ):
                 return o
             if type(o) in (list, tuple):
                 return type(o)(whole(v) for v in o)

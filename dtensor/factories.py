@@ -104,7 +104,14 @@ def zeros(
         torch.Size([2, 3])
     """
     return _made(
-        "zeros", torch.zeros, size, device_mesh, placements, dtype, device, requires_grad
+        "zeros",
+        torch.zeros,
+        size,
+        device_mesh,
+        placements,
+        dtype,
+        device,
+        requires_grad,
     )
 
 
@@ -132,7 +139,14 @@ def empty(
 ) -> DTensor:
     """A DTensor whose values are not set; arguments as in ``zeros``."""
     return _made(
-        "empty", torch.empty, size, device_mesh, placements, dtype, device, requires_grad
+        "empty",
+        torch.empty,
+        size,
+        device_mesh,
+        placements,
+        dtype,
+        device,
+        requires_grad,
     )
 
 
@@ -205,7 +219,14 @@ def randn(
 ) -> DTensor:
     """Normal numbers, one global sample; see ``rand``."""
     return _random(
-        "randn", torch.randn, size, device_mesh, placements, dtype, device, requires_grad
+        "randn",
+        torch.randn,
+        size,
+        device_mesh,
+        placements,
+        dtype,
+        device,
+        requires_grad,
     )
 
 

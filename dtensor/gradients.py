@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from contextvars import ContextVar
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -391,15 +391,19 @@ def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for x in captured:
         x.__dict__["_capturing"] = x.__dict__.get("_capturing", 0) + 1
     try:
-        found = _run(
-            outs,
-            seeds,
-            create if retain is None else retain,
-            create,
-            tuple(wanted),
-            allow_unreachable=bool(given.get("allow_unused") or materialize),
-            accumulate_grad=False,
-        ) if outs else (None,) * len(wanted)
+        found = (
+            _run(
+                outs,
+                seeds,
+                create if retain is None else retain,
+                create,
+                tuple(wanted),
+                allow_unreachable=bool(given.get("allow_unused") or materialize),
+                accumulate_grad=False,
+            )
+            if outs
+            else (None,) * len(wanted)
+        )
     finally:
         for x in captured:
             x.__dict__["_capturing"] -= 1

@@ -7,8 +7,9 @@ reduction of the shards. Placements are data; they never communicate.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence, Union
+from typing import Union
 
 from dtensor.errors import ShardingError
 

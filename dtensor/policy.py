@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Iterator
 
 from dtensor.errors import ShardingError
 from dtensor.mesh.world import current_world
@@ -55,10 +56,22 @@ def judge(op: str, what: str, nbytes: float, mend: str, without_rule: bool) -> N
     if policy == "allow" or policy is None and not without_rule:
         return
     reason = "has no sharding rule and gathers" if without_rule else "redistributes"
-    text = f"{op}: {reason} its operands {what}, about {nbytes:.0f} bytes per rank. {mend}"
+    text = (
+        f"{op}: {reason} its operands {what}, about {nbytes:.0f} bytes per rank. {mend}"
+    )
     if policy == "error":
         raise ShardingError(text)
     warned = current_world().memo.setdefault("warned", set())
     if (op, policy) not in warned:
         warned.add((op, policy))
-        warnings.warn(text, RedistributionWarning, stacklevel=2)
+        warnings.warn(text, RedistributionWarning, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """How many frames up the first one is that is neither ours nor torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[
+        0
+    ] in ("dtensor", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
@@ -87,7 +88,12 @@ def step_between(
     """The step from ``state`` to ``dst`` along ``axis``, or None if there is none."""
     src, parts = state[axis], mesh.shape[axis]
     inner = state[axis + 1 :]
-    if isinstance(src, Shard) and src in inner or isinstance(dst, Shard) and dst in inner:
+    if (
+        isinstance(src, Shard)
+        and src in inner
+        or isinstance(dst, Shard)
+        and dst in inner
+    ):
         return None
     size = local_elements(mesh, state, shape)
     others = (parts - 1) / parts

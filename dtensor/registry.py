@@ -6,7 +6,8 @@ each time a function is met for the first time.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

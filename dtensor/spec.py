@@ -9,7 +9,8 @@ op plans. Nothing that holds a spec has to ask a contextvar who it is.
 from __future__ import annotations
 
 import threading
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 

@@ -9,7 +9,9 @@ shard. Operations go to ``registry.HANDLERS``.
 from __future__ import annotations
 
 import math
-from typing import Any, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
@@ -18,6 +20,7 @@ from dtensor import boundary
 from dtensor.errors import ShardingError
 from dtensor.mesh.ambient import current_mesh
 from dtensor.mesh.device_mesh import DeviceMesh
+from dtensor.mesh.world import current_world
 from dtensor.placement import (
     Partial,
     Placements,
@@ -342,10 +345,17 @@ def mesh_or_ambient(what: str, mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None:
         mesh = current_mesh()
     if mesh is None:
-        raise ValueError(
+        text = (
             f"{what}: No active device mesh. Give one ({what}(..., device_mesh=mesh)) "
             "or call inside `with mesh:`."
         )
+        thread = threading.current_thread()
+        if thread is not threading.main_thread() and current_world().kind != "threads":
+            text += (
+                " A new thread starts without the ambient mesh of its creator; hand it "
+                "on with Thread(target=contextvars.copy_context().run, args=(fn,))."
+            )
+        raise ValueError(text)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{what}: expected a DeviceMesh, got {mesh!r}.")
     return mesh

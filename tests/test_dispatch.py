@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import torch.nn.functional as F
 import dtensor.dispatch
 from dtensor import (
     DTensor,
-    Replicate,
     RedistributionWarning,
+    Replicate,
     Shard,
     ShardingError,
     count_collectives,

@@ -35,8 +35,8 @@ from dtensor.rules.pointwise import (
 from dtensor.rules.reductions import (
     along_dim,
     averaged,
-    norm,
     nansummed,
+    norm,
     summed,
     whole_dims,
 )
@@ -187,6 +187,7 @@ _fill("T mT numpy_T adjoint", views.permuted)
 _fill("squeeze", views.squeeze)
 _fill("unsqueeze", views.unsqueeze)
 _fill("expand expand_as broadcast_to", views.expand)
+_fill("broadcast_tensors", views.broadcast_tensors)
 _fill("repeat tile", views.repeated)
 _fill("diagonal", views.diagonal)
 _fill("narrow", views.cut_dim(1, drop=False, many=False))

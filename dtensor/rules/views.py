@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 
 from dtensor.dispatch import Call, Operand
 from dtensor.mesh.chunks import chunk_sizes
 from dtensor.notation import Layout, Letters, Notation
-from dtensor.placement import Shard
+from dtensor.placement import Placement, Replicate, Shard
 from dtensor.rules.pointwise import without_partial
 from dtensor.rules.reductions import dims_of
 from dtensor.spec import Spec
@@ -357,3 +358,33 @@ def created(call: Call) -> Layout:
 
     places = without_partial(x.placements)
     return Layout([x.placements], [places], [shape], run=run)
+
+
+def broadcast_tensors(call: Call) -> Layout:
+    """``broadcast_tensors``: each operand is expanded, by itself."""
+    shape = call.shapes()[0]
+    ins, outs = [], []
+    for o in call.operands:
+        lead = len(shape) - o.ndim
+        wanted: list[Placement] = []
+        for p in o.placements:
+            stretched = isinstance(p, Shard) and o.shape[p.dim] != shape[p.dim + lead]
+            wanted.append(Replicate() if stretched else p)
+        ins.append(tuple(wanted))
+        outs.append(
+            tuple(Shard(p.dim + lead) if isinstance(p, Shard) else p for p in wanted)
+        )
+
+    def run(specs: list[Spec], results: list[Spec]) -> Callable[..., Any]:
+        def expand(func: Any, args: Any, kwargs: Any) -> Any:
+            given = args[0] if isinstance(args[0], (list, tuple)) else args
+            return tuple(
+                torch.Tensor.expand(t, s.local_shape)
+                for t, s in zip(given, results, strict=True)
+            )
+
+        return expand
+
+    return Layout(
+        ins, outs, [shape] * len(ins), run=run, view=True, many=True
+    )

@@ -9,17 +9,24 @@ import torch
 import torch.nn.functional as F
 
 import dtensor
-from dtensor import DTensor, Partial, Replicate, Shard, ShardingError
-from dtensor import distribute_tensor, get_rank, get_world_size, init_device_mesh
+from dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    ShardingError,
+    distribute_tensor,
+    get_rank,
+    get_world_size,
+    init_device_mesh,
+)
 
 F64 = torch.float64
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
     """The same random tensor on every rank."""
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=F64
-    )
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def grid() -> dtensor.DeviceMesh:
