@@ -62,6 +62,7 @@ class _ProcessWorld:
                 if self.world is None:
                     found = launcher_world()
                     if found is None:
+                        refuse_torchrun()
                         self.world = World(0, 1, "self")
                     else:
                         self.world = World(found[0], found[1], "mpi")
@@ -99,12 +100,36 @@ def launcher_world() -> tuple[int, int] | None:
     return None
 
 
+def refuse_torchrun() -> None:
+    """Say how to start, where torchrun started several processes.
+
+    Its processes meet in ``torch.distributed``, which this runtime does not use: each
+    would take itself for rank 0 of a world of one.
+
+    Raises:
+        RuntimeError: torchrun's variables tell of more than one process.
+    """
+    names = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+    elastic, local, rank, size = (os.environ.get(name) for name in names)
+    if rank is None or size in (None, "1") or (elastic is None and local is None):
+        return
+    raise RuntimeError(
+        f"current_world: torchrun started this process, got RANK={rank!r} and "
+        f"WORLD_SIZE={size!r} without an MPI launcher's variables, expected an MPI job. "
+        f"Start with `dtensor-run -n {size} script.py` (or `mpiexec -n {size} python "
+        f"script.py`); where RANK and WORLD_SIZE are leftovers, unset them."
+    )
+
+
 def current_world() -> World:
     """The world of the calling thread.
 
     Returns:
         The world that ``use_world`` set in this context (``simulate`` does), else that
         of the process.
+
+    Raises:
+        RuntimeError: torchrun started the process; see ``refuse_torchrun``.
     """
     world = _world.get()
     return world if world is not None else _process.get()
