@@ -232,9 +232,9 @@ def planned(op: Op) -> Handler:
             )
         if type(out) is torch.Tensor:
             out.__class__ = DTensor
-            out._spec = plan.out
+            out._spec = plan.out  # type: ignore[attr-defined]
             if plan.moved_view:
-                out._moved_view = True
+                out._moved_view = True  # type: ignore[attr-defined]
             return out
         return retyped(out, plan)
 
@@ -251,7 +251,7 @@ def retyped(out: Any, plan: Plan) -> Any:
             return out
         return retyped(alias(out), plan)
     if isinstance(out, torch.Tensor):
-        out.__class__ = DTensor  # type: ignore[assignment]
+        out.__class__ = DTensor
         out._spec = plan.out  # type: ignore[attr-defined]
         if plan.moved_view:
             out._moved_view = True  # type: ignore[attr-defined]
@@ -270,7 +270,7 @@ def retyped(out: Any, plan: Plan) -> Any:
             if isinstance(o, DTensor) and o._spec is not s and not plan.inplace:
                 o = alias(o)
             if isinstance(o, torch.Tensor) and type(o) is not DTensor:
-                o.__class__ = DTensor  # type: ignore[assignment]
+                o.__class__ = DTensor
                 o._spec = s  # type: ignore[attr-defined]
             items.append(o)
         return type(out)(items)
@@ -656,7 +656,7 @@ def fallback(name: str, inplace: bool) -> Handler:
                 if id(o) in given and not moves:
                     o = alias(o)
                 if (moves or stuck) and o._is_view():
-                    o._moved_view = True  # type: ignore[attr-defined]
+                    o._moved_view = True
                 return _retype_whole(o, spec, o.shape)
             if (
                 isinstance(o, tuple)
@@ -688,7 +688,7 @@ def _plain_arguments(x: Any) -> Any:
 
 
 def _retype_whole(t: torch.Tensor, spec: Spec, shape: Sequence[int]) -> DTensor:
-    t.__class__ = DTensor  # type: ignore[assignment]
+    t.__class__ = DTensor
     t._spec = spec_of(  # type: ignore[attr-defined]
         spec.mesh, (Replicate(),) * spec.mesh.ndim, shape, spec.world
     )

@@ -54,7 +54,9 @@ def _finished(what: str, local: torch.Tensor, spec: Spec, needs_grad: bool) -> D
         if p == Partial() and c != 0:
             local = torch.zeros_like(local)
     out = typed(local, spec)
-    return out.requires_grad_(True) if needs_grad else out
+    if needs_grad:
+        out.requires_grad_(True)
+    return out
 
 
 def _device(spec: Spec, device: Any) -> torch.device:

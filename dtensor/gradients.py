@@ -32,8 +32,9 @@ from dtensor.spec import Spec, communicator_in
 from dtensor.tensor import DTensor, redistributed, typed
 
 T = torch.Tensor
+RAW: Any = torch.Tensor
 _SYNC: ContextVar[bool] = ContextVar("dtensor_grad_sync", default=True)
-_ENGINE: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_ENGINE: Any = torch.autograd.Variable._execution_engine
 
 
 @contextlib.contextmanager
@@ -93,7 +94,7 @@ def settle(grads: Sequence[T], specs: Sequence[Spec]) -> list[T]:
         flat = functional.all_reduce(
             torch.cat([out[i].reshape(-1) for i in members]), comm
         )
-        pieces = flat.split([out[i].numel() for i in members])
+        pieces = torch.split(flat, [out[i].numel() for i in members])
         for i, piece in zip(members, pieces, strict=True):
             out[i] = piece.view(out[i].shape)
     return out
@@ -114,11 +115,11 @@ class Bucket:
     def add(self, leaf: DTensor) -> None:
         """Set the leaf's older gradient aside; what comes now is unreduced."""
         with NoTF():
-            old = T.grad.__get__(leaf)  # type: ignore[attr-defined]
+            old = RAW.grad.__get__(leaf)
             if old is not None and leaf._grad_is_dual:
                 old = None  # unreduced as well: let the engine add to it
             elif old is not None:
-                T.grad.__set__(leaf, None)  # type: ignore[attr-defined]
+                RAW.grad.__set__(leaf, None)
         leaf._grad_is_dual = True
         self.leaves[leaf._leaf_number] = (leaf, old)  # type: ignore[attr-defined]
 
@@ -131,11 +132,11 @@ class Bucket:
         reached = []
         with NoTF():
             for leaf, old in ordered:
-                g = T.grad.__get__(leaf)  # type: ignore[attr-defined]
+                g = RAW.grad.__get__(leaf)
                 leaf._grad_is_dual = False
                 leaf._in_bucket = None  # type: ignore[attr-defined]
                 if g is None:  # the leaf got no gradient after all
-                    T.grad.__set__(leaf, old)  # type: ignore[attr-defined]
+                    RAW.grad.__set__(leaf, old)
                     continue
                 fresh.append(g)
                 reached.append((leaf, old))
@@ -149,7 +150,7 @@ class Bucket:
                             g = plain(old) + g
                         else:
                             g = old.add_(g)
-                    T.grad.__set__(leaf, g)  # type: ignore[attr-defined]
+                    RAW.grad.__set__(leaf, g)
         for leaf, _ in reached:
             for hook in list(leaf.__dict__.get("_user_post_hooks", {}).values()):
                 hook(leaf)
@@ -160,7 +161,7 @@ class Bucket:
                 leaf._grad_is_dual = False
                 leaf._in_bucket = None  # type: ignore[attr-defined]
                 with NoTF():
-                    T.grad.__set__(leaf, old)  # type: ignore[attr-defined]
+                    RAW.grad.__set__(leaf, old)
 
 
 # Buckets of running backward passes, by the engine's number of the pass.
@@ -207,7 +208,7 @@ def watch_leaf(leaf: DTensor) -> None:
         leaf.__dict__["_in_bucket"] = weakref.ref(bucket)
 
     with NoTF():
-        T.register_hook(leaf, reached)
+        RAW.register_hook(leaf, reached)
 
 
 def _make_dual(leaf: DTensor) -> None:
@@ -217,10 +218,10 @@ def _make_dual(leaf: DTensor) -> None:
     spec = leaf._spec
     dual = spec.dual()
     with NoTF(), torch.no_grad():
-        old = T.grad.__get__(leaf)  # type: ignore[attr-defined]
+        old = RAW.grad.__get__(leaf)
         if old is not None and not (isinstance(old, DTensor) and old._spec is dual):
             source = old._spec if isinstance(old, DTensor) else spec
-            T.grad.__set__(leaf, typed(transition(source, dual)(old), dual))  # type: ignore[attr-defined]
+            RAW.grad.__set__(leaf, typed(transition(source, dual)(old), dual))
     leaf._grad_is_dual = True
 
 
@@ -452,13 +453,13 @@ def uncotangent(g: Any, spec: Spec, what: str) -> T | None:
             )
         return _divided(plain(redistributed(g, spec.dual())), spec)
     if isinstance(g, T):
-        return g  # type: ignore[no-any-return]
+        return g
     raise TypeError(f"{what}: a hook returns a tensor or None, got {type(g)}.")
 
 
 @handles(T.register_hook)
 def _register_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    x, hook = (*args, *kwargs.values())
+    x, hook = tuple(args) + tuple(kwargs.values())
     if not isinstance(x, DTensor):
         raise TypeError("register_hook: expected a DTensor")
     spec = x._spec
@@ -467,7 +468,7 @@ def _register_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return uncotangent(hook(cotangent(g, spec)), spec, "register_hook")
 
     with NoTF():
-        return T.register_hook(x, typed_hook)  # type: ignore[no-untyped-call]
+        return RAW.register_hook(x, typed_hook)
 
 
 class HookHandle:
@@ -483,7 +484,7 @@ class HookHandle:
 
 @handles(T.register_post_accumulate_grad_hook)
 def _post_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    x, hook = (*args, *kwargs.values())
+    x, hook = tuple(args) + tuple(kwargs.values())
     if not plain(x).requires_grad or not x.is_leaf:
         raise RuntimeError(
             "register_post_accumulate_grad_hook: only a leaf that requires grad has "
@@ -506,7 +507,7 @@ def _post_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 h(leaf)
 
         with NoTF():
-            T.register_post_accumulate_grad_hook(x, settled)
+            RAW.register_post_accumulate_grad_hook(x, settled)
     return HookHandle(hooks, number)
 
 
@@ -531,7 +532,7 @@ def _requires_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return x
 
 
-@handles(T.requires_grad.__set__)  # type: ignore[attr-defined]
+@handles(RAW.requires_grad.__set__)
 def _set_requires_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     with NoTF():
         func(*args, **kwargs)
@@ -541,7 +542,7 @@ def _set_requires_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 def _watch_if_leaf(x: Any) -> None:
     if isinstance(x, DTensor) and plain_requires_grad(x):
         with NoTF():
-            leaf = T.is_leaf.__get__(x)  # type: ignore[attr-defined]
+            leaf = RAW.is_leaf.__get__(x)
         if leaf:
             watch_leaf(x)
 
@@ -549,4 +550,4 @@ def _watch_if_leaf(x: Any) -> None:
 def plain_requires_grad(x: T) -> bool:
     """``requires_grad`` without a dispatch."""
     with NoTF():
-        return T.requires_grad.__get__(x)  # type: ignore[attr-defined,no-any-return]
+        return RAW.requires_grad.__get__(x)  # type: ignore[no-any-return]

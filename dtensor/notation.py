@@ -10,8 +10,9 @@ cheapest. An operand whose every dim is free to move stays where it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Placements, Replicate, Shard
@@ -43,13 +44,13 @@ class Notation:
         many: Whether the op returns a sequence, even of one result.
     """
 
-    ins: list[Letters]
-    outs: list[Letters]
-    whole: set[Hashable] = field(default_factory=set)
-    contracted: set[Hashable] = field(default_factory=set)
+    ins: Sequence[Letters]
+    outs: Sequence[Letters]
+    whole: Set[Hashable] = field(default_factory=set)
+    contracted: Set[Hashable] = field(default_factory=set)
     linear: list[set[int]] = field(default_factory=list)
     affine: set[int] = field(default_factory=set)
-    shapes: list[Sequence[int]] | None = None
+    shapes: Sequence[Sequence[int]] | None = None
     run: Callable[..., Any] | None = None
     rewrite: Callable[..., Any] | None = None
     view: bool = False
@@ -67,8 +68,8 @@ class Layout:
         run, rewrite, view, many: As in ``Notation``.
     """
 
-    ins: list[Placements]
-    outs: list[Placements]
+    ins: Sequence[Placements]
+    outs: Sequence[Placements]
     shapes: Sequence[Sequence[int]]
     run: Callable[..., Any] | None = None
     rewrite: Callable[..., Any] | None = None

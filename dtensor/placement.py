@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Union
 
 from dtensor.errors import ShardingError
 
@@ -86,7 +85,7 @@ class Partial(Placement):
 
 
 Placements = tuple[Placement, ...]
-PlacementsLike = Union[Placement, Sequence[Placement]]
+PlacementsLike = Placement | Sequence[Placement]
 
 
 def placements_of(

@@ -230,7 +230,7 @@ def move_of(spec: Spec, step: Step) -> Move:
             size = chunk_sizes(length, parts)[at]
             return lambda x: x.narrow(dim, start, size).clone()
         if isinstance(dst, Partial) and dst.reduce_op == "sum":
-            return lambda x: Mask.apply(x, at == 0)  # type: ignore[no-any-return,no-untyped-call]
+            return lambda x: Mask.apply(x, at == 0)  # type: ignore[no-untyped-call]
         return alias
     if isinstance(src, Partial) and isinstance(dst, Partial):
         factor = parts if dst.reduce_op == "avg" else 1 / parts
@@ -305,4 +305,4 @@ def transition(src: Spec, dst: Spec) -> Transition:
                 spec = spec.replace(tuple(after))
             found = Transition(src, dst, steps, tuple(moves))
         src.memo[key] = found
-    return found  # type: ignore[no-any-return]
+    return found

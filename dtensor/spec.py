@@ -97,7 +97,7 @@ class Spec:
         if found is None:
             found = self.replace(tuple(dual(p) for p in self.placements))
             self.memo["dual"] = found
-        return found  # type: ignore[no-any-return]
+        return found
 
     def replicated(self) -> Spec:
         """The same tensor, whole on every rank."""
@@ -105,7 +105,7 @@ class Spec:
         if found is None:
             found = self.replace((Replicate(),) * self.mesh.ndim)
             self.memo["replicated"] = found
-        return found  # type: ignore[no-any-return]
+        return found
 
     def block(self, dim: int, axes: int) -> tuple[int, int]:
         """This rank's (offset, length) on ``dim`` after the first ``axes`` axes."""
@@ -155,7 +155,7 @@ def communicator_in(world: World, mesh: DeviceMesh, axis: int) -> Communicator:
     found = world.memo.get(key)
     if found is None:
         found = world.memo[key] = communicator(mesh, axis)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def spec_of(

@@ -34,7 +34,7 @@ from dtensor.redistribute import alias, plain, transition
 from dtensor.registry import HANDLERS
 from dtensor.spec import Spec, spec_of
 
-_BASE = torch.Tensor
+_BASE: Any = torch.Tensor
 
 
 class DTensor(torch.Tensor):
@@ -63,7 +63,7 @@ class DTensor(torch.Tensor):
         """Global shape."""
         return self._spec.shape
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         """Global size, of one dim or of all."""
         return self._spec.shape if dim is None else self._spec.shape[dim]
 
@@ -79,7 +79,7 @@ class DTensor(torch.Tensor):
             raise TypeError("len: a 0-d tensor has no length")
         return self._spec.shape[0]
 
-    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def stride(self, dim: int | None = None) -> Any:
         """Strides of the global tensor, in elements, in the shard's dim order."""
         with NoTF():
             local = _BASE.stride(self)
@@ -95,13 +95,13 @@ class DTensor(torch.Tensor):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Element type."""
         with NoTF():
-            return _BASE.dtype.__get__(self)  # type: ignore[attr-defined,no-any-return]
+            return _BASE.dtype.__get__(self)  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Device of the local shard."""
         with NoTF():
-            return _BASE.device.__get__(self)  # type: ignore[attr-defined,no-any-return]
+            return _BASE.device.__get__(self)  # type: ignore[no-any-return]
 
     @property
     def placements(self) -> Placements:
@@ -117,8 +117,8 @@ class DTensor(torch.Tensor):
         """Type and shard of this rank; never communicates."""
         s = self._spec
         with NoTF():
-            local = _BASE.shape.__get__(self)  # type: ignore[attr-defined]
-            tail = ", requires_grad=True" if _BASE.requires_grad.__get__(self) else ""  # type: ignore[attr-defined]
+            local = _BASE.shape.__get__(self)
+            tail = ", requires_grad=True" if _BASE.requires_grad.__get__(self) else ""
         return (
             f"DTensor(shape={tuple(s.shape)}, placements={show(s.placements)}, "
             f"mesh={s.mesh!r}, local_shape={tuple(local)}, dtype={self.dtype}{tail})"
@@ -134,7 +134,7 @@ class DTensor(torch.Tensor):
 
     def __iter__(self) -> Iterator[Any]:
         """The slices along the first dim."""
-        return iter(self.unbind(0))  # type: ignore[no-untyped-call]
+        return iter(self.unbind(0))
 
     def __hash__(self) -> int:
         return id(self)
@@ -264,10 +264,10 @@ class DTensor(torch.Tensor):
 
     # ---- properties that torch stores on the C++ tensor ----------------------
     @property
-    def data(self) -> DTensor:  # type: ignore[override]
+    def data(self) -> DTensor:
         """The same shard without autograd."""
         with NoTF():
-            local = _BASE.data.__get__(self)  # type: ignore[attr-defined]
+            local = _BASE.data.__get__(self)
         out = typed(local, self._spec)
         if self._moved_view:
             out._moved_view = True
@@ -283,7 +283,7 @@ class DTensor(torch.Tensor):
                 "distribute_tensor(value, x.device_mesh, x.placements)."
             )
         with NoTF():
-            _BASE.data.__set__(self, value)  # type: ignore[attr-defined]
+            _BASE.data.__set__(self, value)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -293,9 +293,9 @@ class DTensor(torch.Tensor):
         ``no_grad_sync``); that of ``retain_grad()`` has the dual placements.
         """
         with NoTF():
-            g = _BASE.grad.__get__(self)  # type: ignore[attr-defined]
+            g = _BASE.grad.__get__(self)
             if g is not None and type(g) is not DTensor:
-                dual = self._grad_is_dual or not _BASE.is_leaf.__get__(self)  # type: ignore[attr-defined]
+                dual = self._grad_is_dual or not _BASE.is_leaf.__get__(self)
                 typed(g, self._spec.dual() if dual else self._spec)
         return g  # type: ignore[no-any-return]
 
@@ -305,7 +305,7 @@ class DTensor(torch.Tensor):
             boundary.check_grad(self._spec, value)
         self._grad_is_dual = False
         with NoTF():
-            _BASE.grad.__set__(self, value)  # type: ignore[attr-defined]
+            _BASE.grad.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -319,7 +319,7 @@ def typed(local: torch.Tensor, spec: Spec) -> DTensor:
         local: A plain tensor that nobody else holds.
         spec: Its spec.
     """
-    local.__class__ = DTensor  # type: ignore[assignment]
+    local.__class__ = DTensor
     local._spec = spec  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
 
