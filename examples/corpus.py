@@ -93,9 +93,11 @@ class Corpus:
         """Codes back to text."""
         return "".join(self.alphabet[c] for c in codes)
 
-    def encode(self, text: str) -> list[int]:
-        """Text to codes; every character must be in the alphabet."""
-        return [self.alphabet.index(c) for c in text]
+    def prompts(self, count: int, length: int) -> Tensor:
+        """Beginnings of held-out blocks, spread over the text: (count, length)."""
+        blocks = [block for block in self.held_out if len(block) >= length]
+        step = len(blocks) / count
+        return torch.stack([blocks[int(i * step)][:length] for i in range(count)])
 
     @cached_property
     def _starts(self) -> Tensor:
@@ -148,10 +150,10 @@ def split_words(text: str) -> list[str]:
     return re.findall(r"[a-z_][a-z0-9_]*", text.lower())
 
 
-def known_share(sample: str, corpus: Corpus) -> float:
-    """Share of the words of ``sample`` that occur in the corpus.
+def known_share(passages: list[str], corpus: Corpus) -> float:
+    """Share of the words of drawn passages that occur in the corpus.
 
-    The first and the last word may be cut by the sample's ends and do not count.
+    The first and the last word of each may be cut by its ends and do not count.
     """
-    words = split_words(sample)[1:-1]
-    return sum(w in corpus.words for w in words) / max(1, len(words))
+    words = [word for passage in passages for word in split_words(passage)[1:-1]]
+    return sum(word in corpus.words for word in words) / max(1, len(words))

@@ -60,7 +60,8 @@ class Options:
     seed: int = 0
     local_activations: bool = False
     compare_serial: bool = False
-    characters: int = 400
+    passages: int = 4
+    characters: int = 250
     temperature: float = 0.5
     out: str = "out"
 
@@ -228,22 +229,29 @@ class Trainer:
         return total / count
 
     @torch.no_grad()
-    def sample(self, prompt: str = "The ") -> str:
-        """Text drawn from the model, character by character."""
+    def sample(self) -> list[tuple[str, str]]:
+        """Continuations of held-out text, drawn character by character.
+
+        Returns:
+            Pairs of a prompt and what the model makes of it.
+        """
         self.model.eval()
         options = self.options
         generator = torch.Generator().manual_seed(options.seed)
-        codes = self.corpus.encode(prompt)
+        codes = self.corpus.prompts(options.passages, min(16, options.context))
+        given = codes.shape[1]
         for _ in range(options.characters):
-            seen = torch.tensor([codes[-options.context :]])
-            logits: Any = self.model(self.place(seen, split=False))
+            seen = self.place(codes[:, -options.context :], split=False)
+            logits: Any = self.model(seen)
             if not self.local and self.mesh is not None:
                 logits = logits.full_tensor()
-            chances = (logits[0, -1].double() / options.temperature).softmax(-1)
+            chances = (logits[:, -1].double() / options.temperature).softmax(-1)
             # Equal chances and equally seeded generators: all ranks draw the same.
-            codes.append(int(torch.multinomial(chances, 1, generator=generator)))
+            drawn = torch.multinomial(chances, 1, generator=generator)
+            codes = torch.cat([codes, drawn], dim=1)
         self.model.train()
-        return self.corpus.decode(codes)
+        texts = [self.corpus.decode(row) for row in codes.tolist()]
+        return [(text[:given], text[given:]) for text in texts]
 
 
 @dataclass
@@ -291,7 +299,8 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--seed", type=int, default=default.seed)
     add("--local-activations", action="store_true", help="plain tensors in between")
     add("--compare-serial", action="store_true", help="run one process beside it")
-    add("--characters", type=int, default=default.characters, help="of the sample")
+    add("--passages", type=int, default=default.passages, help="of the sample")
+    add("--characters", type=int, default=default.characters, help="of a passage")
     add("--temperature", type=float, default=default.temperature)
     add("--out", default=default.out, help="folder of the loss curve and the sample")
     return Options(**vars(parser.parse_args(arguments)))
@@ -315,12 +324,12 @@ def main(arguments: list[str] | None = None) -> None:
         return
     out = Path(options.out)
     report.draw(run.losses, held_out, corpus.entropy, out / "loss.png")
-    (out / "sample.txt").write_text(sample, encoding="utf-8")
+    text = "\n".join(f"[{prompt}]{more}\n" for prompt, more in sample)
+    (out / "sample.txt").write_text(text, encoding="utf-8")
     print(f"\ncollectives of one step, on one rank\n{run.collectives}")
-    print(f"\nsample, at temperature {options.temperature}\n{sample}\n")
-    print(
-        f"words of the sample that occur in the text: {known_share(sample, corpus):.0%}"
-    )
+    print(f"\nsample, at temperature {options.temperature}: [given]drawn\n\n{text}")
+    known = known_share([more for _, more in sample], corpus)
+    print(f"words of the sample that occur in the text: {known:.0%}")
     print(
         f"held-out loss {held_out:.3f} nats, entropy of a character "
         f"{corpus.entropy:.3f} nats, ratio {held_out / corpus.entropy:.1%}"

@@ -31,7 +31,7 @@ from dtensor.styles import (
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-import gpt
+import gpt  # noqa: E402
 
 BLOCKS = 3
 MESHES = {(2,): ("tp",), (4,): ("tp",), (2, 2): ("dp", "tp"), (1, 4): ("dp", "tp")}

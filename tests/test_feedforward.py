@@ -24,7 +24,7 @@ from dtensor.styles import Colwise, Rowwise, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-import feedforward
+import feedforward  # noqa: E402
 
 
 class FeedForward(nn.Module):

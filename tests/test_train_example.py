@@ -15,11 +15,11 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-import report
-import train_lm
-from corpus import Corpus, known_share, read_text
+import report  # noqa: E402
+import train_lm  # noqa: E402
+from corpus import Corpus, known_share, read_text  # noqa: E402
 
-from dtensor import init_device_mesh, simulate
+from dtensor import init_device_mesh, simulate  # noqa: E402
 
 STEPS = 20
 TINY = train_lm.Options(
@@ -127,7 +127,7 @@ def test_split_of_the_text_keeps_held_out_text_out() -> None:
 
 
 def test_words_that_occur_are_counted() -> None:
-    assert known_share("cut The function xqzzy returns cut", corpus()) == 0.75
+    assert known_share(["cut The function xqzzy returns cut"], corpus()) == 0.75
 
 
 def test_mesh_texts_that_do_not_fit_are_refused() -> None:
