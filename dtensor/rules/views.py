@@ -185,6 +185,22 @@ def unsqueeze(call: Call) -> Notation:
     )
 
 
+def pairs(call: Call) -> Notation:
+    """``view_as_complex``, ``view_as_real``: a last dim of two, whole, goes or comes."""
+    x = call.operands[0]
+    shape = call.shapes()[0]
+    letters: Letters = tuple(range(min(x.ndim, len(shape))))
+    last: Letters = ("pair",)
+    return Notation(
+        [letters if x.ndim < len(shape) else letters + last],
+        [letters + last if x.ndim < len(shape) else letters],
+        whole={"pair"},
+        linear=[{0}],
+        shapes=[shape],
+        view=True,
+    )
+
+
 def expand(call: Call) -> Notation:
     """``expand``, ``expand_as``, ``broadcast_to``: stretched dims are new and whole."""
     x = call.operands[0]
