@@ -72,21 +72,20 @@ def find_mpiexec(given: str | None = None) -> str:
     """Path of the MPI launcher.
 
     Args:
-        given: What the user asked for; else the one beside this interpreter, which
-            belongs to the MPI library of its environment, else the first in PATH.
+        given: What the user asked for, else ``mpiexec``: first the one beside this
+            interpreter, which belongs to the MPI library of its environment, else
+            the first in PATH.
 
     Raises:
         LaunchError: There is none.
     """
+    name = given if given is not None else "mpiexec"
     beside = os.path.dirname(sys.executable)
-    if given is not None:
-        found = shutil.which(given)
-    else:
-        found = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec")
+    found = shutil.which(name, path=beside) or shutil.which(name)
     if found is None:
         raise LaunchError(
-            f"find_mpiexec: there is no MPI launcher, got {given or 'mpiexec'!r} "
-            f"neither beside {sys.executable} nor in PATH, expected an executable. "
+            f"find_mpiexec: there is no MPI launcher, got {name!r} neither beside "
+            f"{sys.executable} nor in PATH, expected an executable. "
             f"Run `pip install 'dtensor-runtime[mpich]'`, or load your cluster's MPI."
         )
     return found
@@ -201,7 +200,7 @@ def build_command(
             command += ["-ppn", str(slots.pop()), "-hosts", names]
     command += job.extra
     if job.prefix:
-        names = ",".join(rank for rank, _ in LAUNCHER_VARIABLES)
+        names = ",".join(dict.fromkeys(rank for rank, _ in LAUNCHER_VARIABLES))
         command += [sys.executable, "-I", "-S", prefix_output.__file__, names]
     return [*command, sys.executable, *job.program]
 

@@ -293,7 +293,12 @@ def install() -> None:
     Also gives it whole lines of output, a way to wait that leaves the cores to others
     where ranks outnumber them, and under ``dtensor-run`` the GPU of its local rank.
     Children of a rank inherit its environment but are no ranks.
+
+    It relies on every process of the job importing dtensor. Where some of them run
+    another program, set ``DTENSOR_LIFECYCLE=0``.
     """
+    if os.environ.get("DTENSOR_LIFECYCLE") == "0":
+        return
     try:
         world = launcher_world()
     except ValueError:  # said in full by the first call that needs the world

@@ -19,7 +19,6 @@ import selectors
 import sys
 from collections.abc import Sequence
 
-IDLE = 0.2  # seconds after which a part of a line, such as a question, is passed on
 _LINES = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 
 
@@ -31,35 +30,29 @@ class Prefixer:
 
     Example:
         >>> lines = Prefixer(b"[1] ")
-        >>> lines.add(b"a line, and a p")
+        >>> lines.add(b"a li")
         b''
-        >>> lines.add(b"art, \\n and")
-        b'[1] a line, and a part, \\n'
-        >>> lines.flush()
-        b'[1]  and'
+        >>> lines.add(b"ne\\nand mo")
+        b'[1] a line\\n'
+        >>> lines.end()
+        b'[1] and mo\\n'
     """
 
     def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix
         self._part = b""
-        self._inside = False  # the line whose part was flushed goes on
 
     def add(self, data: bytes) -> bytes:
         """Take a piece; returns the lines that it completes."""
         self._part += data
         lines = _LINES.findall(self._part)
         self._part = self._part[sum(map(len, lines)) :]
-        return b"".join(map(self._mark, lines))
+        return b"".join(self._prefix + line for line in lines)
 
-    def flush(self) -> bytes:
-        """Returns the part of a line that is waiting for its end."""
+    def end(self) -> bytes:
+        """Returns the last line, if it had no end."""
         part, self._part = self._part, b""
-        return self._mark(part) if part else b""
-
-    def _mark(self, line: bytes) -> bytes:
-        marked = line if self._inside else self._prefix + line
-        self._inside = line[-1:] not in (b"\n", b"\r")
-        return marked
+        return self._prefix + part + b"\n" if part else b""
 
 
 def pass_on(routes: Sequence[tuple[int, int]], prefix: bytes) -> None:
@@ -74,17 +67,12 @@ def pass_on(routes: Sequence[tuple[int, int]], prefix: bytes) -> None:
             state = (sink, Prefixer(prefix))
             selector.register(source, selectors.EVENT_READ, state)
         while selector.get_map():
-            ready = selector.select(IDLE)
-            for key, _ in ready:
+            for key, _ in selector.select():
                 sink, lines = key.data
                 data = os.read(key.fd, 1 << 16)
-                _write(sink, lines.add(data) if data else lines.flush())
+                _write(sink, lines.add(data) if data else lines.end())
                 if not data:
                     selector.unregister(key.fd)
-            if not ready:
-                for key in selector.get_map().values():
-                    sink, lines = key.data
-                    _write(sink, lines.flush())
 
 
 def _write(sink: int, data: bytes) -> None:
