@@ -95,7 +95,7 @@ def _distance(a: Tensor | None, b: Tensor | None) -> float:
         return float("inf")
     if isinstance(b, DTensor):
         b = b.full_tensor()
-    return float((a - b).abs().max())
+    return float((a - b).detach().abs().max())
 
 
 def main() -> None:
