@@ -732,6 +732,24 @@ def opened(func: Any, again: Handler) -> Handler:
     return handler
 
 
+class _Instead:
+    """A module with some of its attributes replaced."""
+
+    def __init__(self, module: types.ModuleType, **own: Any) -> None:
+        self.__dict__.update(own)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _never_by_module(func: types.FunctionType) -> dict[str, Any]:
+    """``torch.nn.init`` asks through ``torch.overrides``, not by a global of its own."""
+    if func.__module__ != "torch.nn.init":
+        return {}
+    return {"torch": _Instead(torch, overrides=_Instead(torch.overrides, **_NEVER))}
+
+
 def _asking_nobody(
     func: types.FunctionType, outer: tuple[Any, ...] = ()
 ) -> types.FunctionType:
@@ -746,7 +764,7 @@ def _asking_nobody(
     )
     copy = types.FunctionType(
         func.__code__,
-        {**func.__globals__, **_NEVER},
+        {**func.__globals__, **_NEVER, **_never_by_module(func)},
         func.__name__,
         func.__defaults__,
         cells or None,

@@ -10,8 +10,8 @@ import torch
 from op_harness import GRID, LINE, Case, T, assert_right, booleans, eighths, integers
 
 A, C = eighths(5, 3), eighths(4, 5, 3)
-I = torch.tensor([0, 2, 4, 2])
-J = torch.tensor([1, 0, 2, 1])
+ROWS = torch.tensor([0, 2, 4, 2])
+COLUMNS = torch.tensor([1, 0, 2, 1])
 s = slice
 
 INDICES: dict[str, Any] = {
@@ -38,11 +38,11 @@ INDICES: dict[str, Any] = {
     "list, :": ([0, 2], s(None)),
     ":, list": (s(None), [0, 2]),
     "list, list": ([0, 1], [2, 0]),
-    "int tensor": I,
+    "int tensor": ROWS,
     ":, int tensor": (s(None), torch.tensor([0, 2])),
-    "int tensor 2-d": I.view(2, 2),
-    "int tensor, int tensor": (I, J),
-    "int tensor, 1": (I, 1),
+    "int tensor 2-d": ROWS.view(2, 2),
+    "int tensor, int tensor": (ROWS, COLUMNS),
+    "int tensor, 1": (ROWS, 1),
     "1, int tensor": (1, torch.tensor([0, 2])),
     "broadcast tensors": (torch.tensor([[0], [3]]), torch.tensor([0, 1, 2])),
     "0-d tensor": torch.tensor(2),
@@ -84,17 +84,17 @@ def reads() -> list[Case]:
     t = torch
     i = torch.tensor([[0, 2, 1], [1, 0, 3]])
     cases += [
-        Case("x[I] typed", lambda x, i: x[i], [A, I]),
+        Case("x[I] typed", lambda x, i: x[i], [A, ROWS]),
         Case("x[:, I] typed", lambda x, i: x[:, i], [A, torch.tensor([0, 2])]),
-        Case("x[I, J] typed", lambda x, i, j: x[i, j], [A, I, J]),
+        Case("x[I, J] typed", lambda x, i, j: x[i, j], [A, ROWS, COLUMNS]),
         Case("x[mask] typed", lambda x, m: x[m], [A, booleans(5, 3)]),
         Case("x[x > 0]", lambda x: x[x > 0], [A]),
-        Case("index_select", lambda x: x.index_select(0, I), [A]),
-        Case("index_select 1", lambda x, j: t.index_select(x, 1, j), [A, J]),
+        Case("index_select", lambda x: x.index_select(0, ROWS), [A]),
+        Case("index_select 1", lambda x, j: t.index_select(x, 1, j), [A, COLUMNS]),
         Case("gather", lambda x: x.gather(0, i), [A]),
         Case("gather typed", lambda x, i: t.gather(x, 0, i), [A, i]),
         Case("gather 1", lambda x, i: x.gather(1, i), [A, integers(5, 2, high=3)]),
-        Case("take", lambda x: x.take(I), [A]),
+        Case("take", lambda x: x.take(ROWS), [A]),
         Case(
             "take_along_dim", lambda x: t.take_along_dim(x, x.argmax(1, True), 1), [A]
         ),
@@ -114,8 +114,8 @@ def reads() -> list[Case]:
         Case("contains", lambda x: 0.125 in x, [A]),
         Case("scatter", lambda x, y: x.scatter(0, i, y), [A, eighths(2, 3)]),
         Case("scatter_add", lambda x, y: x.scatter_add(0, i, y), [A, eighths(2, 3)]),
-        Case("index_add", lambda x, y: x.index_add(0, I, y), [A, eighths(4, 3)]),
-        Case("index_fill", lambda x: x.index_fill(0, I, 2.0), [A]),
+        Case("index_add", lambda x, y: x.index_add(0, ROWS, y), [A, eighths(4, 3)]),
+        Case("index_fill", lambda x: x.index_fill(0, ROWS, 2.0), [A]),
         Case(
             "index_copy",
             lambda x, y: x.index_copy(0, t.tensor([3, 1]), y),
@@ -123,7 +123,7 @@ def reads() -> list[Case]:
         ),
         Case(
             "index_put",
-            lambda x, y: x.index_put((I,), y, accumulate=True),
+            lambda x, y: x.index_put((ROWS,), y, accumulate=True),
             [A, eighths(4, 3)],
         ),
         Case(

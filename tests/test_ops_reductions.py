@@ -9,12 +9,10 @@ from op_harness import (
     GRID,
     LINE,
     Case,
-    T,
     assert_right,
     booleans,
     eighths,
     integers,
-    positive,
 )
 
 A, N, M = eighths(5, 3), integers(5, 3), booleans(5, 3)
@@ -75,7 +73,7 @@ def reductions() -> list[Case]:
         Case("sum(dim=None)", lambda x: t.sum(x, dim=None), [A]),
         Case("sum(())", lambda x: t.sum(x, ()), [A]),
         Case("sum(keepdim)", lambda x: t.sum(x, dim=None, keepdim=True), [A]),
-        Case("nansum", lambda x: (x / (x > 0)).nansum(0), [A], grad=False),
+        Case("nansum", lambda x: x.sqrt().nansum(0), [A], grad=False),
         Case("nanmean", lambda x: (x.sqrt()).nanmean(1), [A], grad=False),
         Case("prod of ints", lambda x: x.prod(0), [N]),
         Case("max", lambda x: x.max(), [A]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Hashable
+from collections.abc import Callable, Hashable
 
 from dtensor.dispatch import Call, NoRule, Operand
 from dtensor.mesh.chunks import chunk_sizes

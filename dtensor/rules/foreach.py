@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
-from dtensor.dispatch import Call, NoRule, Operand, operands_of, settled
+from dtensor.dispatch import Call, NoRule, Operand, Path, operands_of, settled
 from dtensor.notation import Layout
 from dtensor.placement import Placements, Replicate
 from dtensor.redistribute import plain, transition
@@ -28,12 +29,20 @@ def foreach(element: Callable[[Call], Any]) -> Callable[[Call], Layout | None]:
     def rule(call: Call) -> Layout | None:
         lists = [a for a in call.args if isinstance(a, (list, tuple))]
         count = len(lists[0])
-        wanted: dict[int, Placements] = {}
+        # One tensor for all elements is whole for each of them.
+        shared = {
+            id(o): Operand(o.spec.replicated(), o.dtype, o.path, o.distributed)
+            for o in call.operands
+            if len(o.path) == 1 and o.path[0] != 0
+        }
+        wanted: dict[Path, Placements] = {}
         outs: list[Placements] = []
         shapes = []
         for i in range(count):
             args = tuple(
-                a[i] if isinstance(a, (list, tuple)) and len(a) == count else a
+                a[i]
+                if isinstance(a, (list, tuple)) and len(a) == count
+                else shared.get(id(a), a)
                 for a in call.args
             )
             inside = [a for a in args if isinstance(a, Operand)]
@@ -44,15 +53,15 @@ def foreach(element: Callable[[Call], Any]) -> Callable[[Call], Layout | None]:
             if n is None:
                 return None
             for o, places in zip(inside, n.ins, strict=True):
-                shared = o.path[0] != 0 and len(o.path) == 1
-                if shared:  # one tensor for all elements: whole everywhere
-                    places = (Replicate(),) * len(places)
-                wanted[id(o)] = places
+                whole = (Replicate(),) * len(places)
+                if o in shared.values() and places != whole:
+                    return None
+                wanted[o.path] = places
             outs.append(n.outs[0])
             shapes.append(n.shapes[0])
         if len(wanted) != len(call.operands):
             raise NoRule("lists of unlike lengths")
-        ins = [wanted[id(o)] for o in call.operands]
+        ins = [wanted[o.path] for o in call.operands]
         return Layout(ins, outs, shapes, many=True)
 
     return rule

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Hashable
+from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,17 +103,8 @@ def getitem(call: Call) -> Notation:
 def setitem(call: Call) -> Notation:
     """``x[index] = value``: the target stays where it is, the value goes there."""
     x, index, value = call.args[0], call.args[1], call.args[2]
-    if _by_mask(index):  # which elements are written depends on data: all whole
-        letters: Letters = tuple(range(x.ndim))
-        ins = [
-            letters,
-            *[
-                tuple(("any", i, d) for d in range(o.ndim))
-                for i, o in enumerate(call.operands[1:])
-            ],
-        ]
-        whole = {x for s in ins for x in s}
-        return Notation(ins, [letters], whole=whole, shapes=[x.shape])
+    if _by_mask(index):
+        return masked(call)
     part = _picked(x, index)
     letters, out, whole = index_letters(x, index, part.ndim)
     ins = [letters]
@@ -138,6 +130,24 @@ def setitem(call: Call) -> Notation:
         affine={value_at} if value_at is not None else set(),
         shapes=[x.shape],
     )
+
+
+def masked(call: Call) -> Notation:
+    """``x[mask] = value``: with one number as value it is pointwise, else all whole."""
+    x, index, value = call.args[0], call.args[1], call.args[2]
+    letters: Letters = tuple(range(x.ndim))
+    number = not isinstance(value, Operand) or value.ndim == 0
+    if number and isinstance(index, Operand) and 0 < index.ndim <= x.ndim:
+        fits = index.shape == x.shape[: index.ndim] and index.dtype == torch.bool
+        if fits:
+            rest: list[Letters] = [() for _ in call.operands[2:]]
+            ins = [letters, letters[: index.ndim], *rest]
+            return Notation(ins, [letters], shapes=[x.shape])
+    ins = [letters]
+    for i, o in enumerate(call.operands[1:]):
+        ins.append(tuple(("any", i, d) for d in range(o.ndim)))
+    whole = {x for s in ins for x in s}
+    return Notation(ins, [letters], whole=whole, shapes=[x.shape])
 
 
 def index_select(call: Call) -> Notation:

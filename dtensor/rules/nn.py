@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
 from dtensor.collectives import functional
-from dtensor.dispatch import Call, NoRule, Operand
+from dtensor.dispatch import Call, Operand
 from dtensor.errors import ShardingError
 from dtensor.notation import Letters, Notation
 from dtensor.placement import Shard

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -54,6 +54,9 @@ def pointwise(
     condition: Callable[[Call], bool] | None = None,
 ) -> Callable[[Call], Notation]:
     """The rule of a pointwise op.
+
+    Linear means so over finite numbers: a Partial value that is divided by zero adds up
+    infinities of either sign to nan.
 
     Args:
         linear: Groups of argument positions in which the op is jointly linear. A
