@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
+from torch.utils._device import _device_constructors
 
 from dtensor import serialization
 from dtensor.custom_function import dtensor_apply, plain_saved_tensors
@@ -330,6 +331,9 @@ WRAPPED: list[tuple[Any, str, Maker]] = [
 def install() -> None:
     """Wrap the entry points of ``WRAPPED``; a second call does nothing."""
     serialization.install()
+    # `with torch.device(..):` knows the constructors by identity; it looks them up once
+    # and must have met torch's own.
+    _device_constructors()
     for owner, name, make in WRAPPED:
         original = vars(owner).get(name, getattr(owner, name))
         original = getattr(original, "__func__", original)
