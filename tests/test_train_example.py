@@ -6,21 +6,29 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+import gpt  # noqa: E402
 import report  # noqa: E402
 import train_lm  # noqa: E402
 from corpus import Corpus, known_share, read_text  # noqa: E402
 
-from dtensor import init_device_mesh, simulate  # noqa: E402
+from dtensor import DeviceMesh, DTensor, init_device_mesh, simulate  # noqa: E402
 
+Loss = Callable[[], torch.Tensor]
+Tensors = list[torch.Tensor | None]
 STEPS = 20
 TINY = train_lm.Options(
     steps=STEPS, batch=8, context=8, dim=16, layers=2, heads=4, dtype="float64"
@@ -40,15 +48,19 @@ def corpus() -> Corpus:
     return found
 
 
+def full(grad: torch.Tensor | None) -> torch.Tensor:
+    """The whole gradient, detached."""
+    assert grad is not None
+    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return whole.detach().clone()
+
+
 def history(trainer: train_lm.Trainer) -> list[list[torch.Tensor]]:
     """Per step: the loss and the whole gradient of every parameter."""
     rows = []
     for _ in range(STEPS):
         row = [torch.tensor(trainer.step(), dtype=torch.float64)]
-        for p in trainer.model.parameters():
-            assert p.grad is not None
-            full = getattr(p.grad, "full_tensor", p.grad.clone)
-            row.append(full())
+        row += [full(p.grad) for p in trainer.model.parameters()]
         rows.append(row)
     return rows
 
@@ -61,8 +73,6 @@ def serial() -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("local", [False, True], ids=["dtensor", "local"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_twenty_steps_equal_the_serial_run(shape: tuple[int, ...], local: bool) -> None:
-    from dataclasses import replace
-
     options = replace(TINY, local_activations=local)
 
     def program() -> list[list[torch.Tensor]]:
@@ -75,6 +85,77 @@ def test_twenty_steps_equal_the_serial_run(shape: tuple[int, ...], local: bool) 
             assert len(row) == len(right)
             for a, b in zip(row, right, strict=True):
                 assert (a - b).abs().max() < 1e-9, f"step {step}"
+
+
+def repeated(trainer: train_lm.Trainer, loss: Loss) -> Tensors:
+    """Two backward passes, nothing zeroed in between."""
+    loss().backward()
+    (3 * loss()).backward()
+    return [p.grad for p in trainer.model.parameters()]
+
+
+def functional(trainer: train_lm.Trainer, loss: Loss) -> Tensors:
+    """Gradients by ``torch.autograd.grad``; ``.grad`` stays as it was."""
+    parameters = list(trainer.model.parameters())
+    found = list(torch.autograd.grad(loss(), parameters))
+    assert all(p.grad is None for p in parameters)
+    return found
+
+
+def second(trainer: train_lm.Trainer, loss: Loss) -> Tensors:
+    """The gradient of the squared norm of the gradient."""
+    parameters = list(trainer.model.parameters())
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels are differentiable once
+        first = torch.autograd.grad(loss(), parameters, create_graph=True)
+        norm: Any = sum(g.square().sum() for g in first)
+        return list(torch.autograd.grad(norm, parameters))
+
+
+def checkpointed(trainer: train_lm.Trainer, loss: Loss, reentrant: bool) -> Tensors:
+    """Every block computed again in backward."""
+    for block in trainer.model.blocks:
+        plain = block.forward
+        block.forward = partial(checkpoint, plain, use_reentrant=reentrant)
+    return repeated(trainer, loss)
+
+
+WAYS: dict[str, Callable[[train_lm.Trainer, Loss], Tensors]] = {
+    "repeated": repeated,
+    "functional": functional,
+    "second": second,
+    "reentrant": partial(checkpointed, reentrant=True),
+    "checkpoint": partial(checkpointed, reentrant=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("local", [False, True], ids=["dtensor", "local"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_every_way_to_a_gradient_equals_the_serial_one(
+    shape: tuple[int, ...], local: bool, way: str
+) -> None:
+    options = replace(TINY, local_activations=local)
+
+    def gradients(mesh: DeviceMesh | None) -> list[torch.Tensor]:
+        trainer = train_lm.Trainer(options, corpus(), mesh)
+        batch = corpus().batch(8, 8, torch.Generator().manual_seed(0))
+        tokens, targets = map(trainer.place, batch)
+        split = trainer.data_ranks if local else 1
+
+        def loss() -> torch.Tensor:
+            return gpt.loss_of(trainer.model, tokens, targets) / split
+
+        found = WAYS[way](trainer, loss)
+        return [full(g) for g in found]
+
+    def program() -> list[torch.Tensor]:
+        return gradients(init_device_mesh("cpu", shape, mesh_dim_names=MESHES[shape]))
+
+    want = gradients(None)
+    assert max(g.abs().max() for g in want) > 1e-3
+    for got in simulate(program, ranks=4):
+        for a, b in zip(got, want, strict=True):
+            assert (a - b).abs().max() < 1e-9
 
 
 @pytest.mark.mpi
