@@ -9,7 +9,11 @@ BIN := $(VENV)/bin
 train: $(READY)
 	$(BIN)/dtensor-run -n 4 examples/train_lm.py --mesh dp=2,tp=2
 
+# An MPI job that was killed leaves its shared memory behind; a running one needs it
+# only while it starts.
 test: $(READY)
+	@find /dev/shm -maxdepth 1 \( -name 'mpich_shm_*' -o -name 'ucx_shm_*' \) \
+		-user "$$(id -u)" -mmin +5 -delete 2>/dev/null || true
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q
 
 lint: $(READY)
