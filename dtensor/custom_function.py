@@ -288,7 +288,7 @@ def _apply_on_dtensors(original: Any, cls: Any, args: Any, kwargs: Any) -> Any:
         out = original(typed_class(cls), *args, **kwargs)
     finally:
         specs = calls.pop()
-    # An input that forward returned comes back from torch as a fresh plain view.
+    # Older torch gives an input that forward returned back as a fresh plain view.
     for o, s in zip(out if isinstance(out, tuple) else (out,), specs, strict=False):
         if s is not None and type(o) is T:
             typed(o, s)

@@ -35,6 +35,7 @@ from dtensor.registry import HANDLERS
 from dtensor.spec import Spec, spec_of
 
 _BASE: Any = torch.Tensor
+_functions_on = torch._C._is_torch_function_enabled
 
 
 class DTensor(torch.Tensor):
@@ -58,29 +59,36 @@ class DTensor(torch.Tensor):
         return HANDLERS[func](func, args, kwargs if kwargs is not None else {})
 
     # ---- what a user reads: the global tensor --------------------------------
+    # With torch functions off, a DTensor is its shard, as it is for C++: torch's kernels
+    # for meta tensors are Python, run there, and read shapes and strides.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """Global shape."""
-        return self._spec.shape
+        if _functions_on():
+            return self._spec.shape
+        return _BASE.shape.__get__(self)  # type: ignore[no-any-return]
 
     def size(self, dim: int | None = None) -> Any:
         """Global size, of one dim or of all."""
-        return self._spec.shape if dim is None else self._spec.shape[dim]
+        return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
         """Elements of the global tensor."""
-        return math.prod(self._spec.shape)
+        return math.prod(self.shape)
 
     nelement = numel
 
     def __len__(self) -> int:
         """Global size of the first dim."""
-        if not self._spec.shape:
+        shape = self.shape
+        if not shape:
             raise TypeError("len: a 0-d tensor has no length")
-        return self._spec.shape[0]
+        return shape[0]
 
     def stride(self, dim: int | None = None) -> Any:
         """Strides of the global tensor, in elements, in the shard's dim order."""
+        if not _functions_on():
+            return _BASE.stride(self) if dim is None else _BASE.stride(self, dim)
         with NoTF():
             local = _BASE.stride(self)
         shape, out, step = self._spec.shape, [0] * len(self._spec.shape), 1

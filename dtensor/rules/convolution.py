@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from dtensor.dispatch import Call, NoRule, Operand
+from dtensor.calls import Call, NoRule, Operand
 from dtensor.mesh.chunks import chunk_sizes
 from dtensor.notation import Letters, Notation
 

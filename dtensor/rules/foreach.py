@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
-from dtensor.dispatch import Call, NoRule, Operand, Path, operands_of, settled
+from dtensor.calls import Call, NoRule, Operand, Path, operands_of
 from dtensor.notation import Layout
 from dtensor.placement import Placements, Replicate
+from dtensor.planning import settled
 from dtensor.redistribute import plain, transition
 from dtensor.registry import Handler
 from dtensor.spec import spec_of

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtensor.dispatch import Call, NoRule, Operand
+from dtensor.calls import Call, NoRule, Operand
 from dtensor.notation import Letters, Notation
 from dtensor.rules.reductions import dims_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from dtensor.dispatch import Call
+from dtensor.calls import Call
 from dtensor.notation import Letters, Notation
 from dtensor.redistribute import plain
 from dtensor.rules.pointwise import broadcast_letters, whole_ones

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from dtensor.calls import Call, Operand
 from dtensor.collectives import functional
-from dtensor.dispatch import Call, Operand
 from dtensor.errors import ShardingError
 from dtensor.notation import Letters, Notation
 from dtensor.placement import Shard
@@ -126,7 +126,34 @@ def attention(call: Call) -> Notation:
             tail.append(("one", "mask", d) if stretched else letter)
         whole |= {x for x in tail if isinstance(x, tuple)}
         ins.append((*subs[3], *tail))
-    return Notation(ins, [(*batch, *heads, "l", "f")], whole=whole, linear=[{2}])
+    return Notation(
+        ins,
+        [(*batch, *heads, "l", "f")],
+        whole=whole,
+        linear=[{2}],
+        run=attend_to_nothing,
+    )
+
+
+def attend_to_nothing(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+    """On a shard without elements torch's attention forgets that it had a mask.
+
+    Then this rank would not run the collectives of the mask's backward, and the other
+    ranks would wait for it. Exact zeros tie all operands to the result; they are
+    differentiable, so second derivatives are tied as well.
+    """
+
+    def tied(func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if out.requires_grad:
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, torch.Tensor) and x.requires_grad:
+                    out = out + plain(x).reshape(-1)[:0].sum().to(out.dtype)
+        return out
+
+    if all(s.local_shape.numel() for s in (*ins, *outs)):
+        return lambda func, args, kwargs: func(*args, **kwargs)
+    return tied
 
 
 def shares_heads(q: Operand, k: Operand, v: Operand) -> bool:

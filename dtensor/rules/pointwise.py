@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from dtensor.dispatch import Call, NoRule, Operand
+from dtensor.calls import Call, NoRule, Operand
 from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Placements, Replicate
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
+from dtensor.calls import first_spec
 from dtensor.collectives.registry import communicator_of
-from dtensor.dispatch import first_spec
 from dtensor.errors import ShardingError
 from dtensor.placement import Replicate
 from dtensor.redistribute import plain, transition

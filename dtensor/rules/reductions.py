@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtensor.dispatch import Call, Operand
+from dtensor.calls import Call, Operand
 from dtensor.notation import Letters, Notation
 from dtensor.rules.pointwise import broadcast_letters, whole_ones
 from dtensor.spec import Spec
@@ -44,9 +44,11 @@ def first(call: Call) -> Operand:
     return call.operands[0]
 
 
-def reduce_args(call: Call, dim_at: int, keep_at: int) -> tuple[list[int], bool]:
+def reduce_args(
+    call: Call, dim_at: int, keep_at: int, default: int | None = None
+) -> tuple[list[int], bool]:
     """The dims and ``keepdim`` of a call."""
-    dim = call.arg(dim_at, "dim")
+    dim = call.arg(dim_at, "dim", default)
     if "axis" in call.kwargs:
         dim = call.kwargs["axis"]
     keep = bool(call.arg(keep_at, "keepdim", False))
@@ -113,7 +115,11 @@ def averaged(call: Call) -> Notation:
 
 
 def whole_dims(
-    dim_at: int, keep_at: int, outs: int = 1, needs_dim: bool = False
+    dim_at: int,
+    keep_at: int,
+    outs: int = 1,
+    needs_dim: bool = False,
+    default: int | None = None,
 ) -> Callable[[Call], Notation]:
     """Rule of an op that needs the reduced dims whole (max, var, argmax ...).
 
@@ -122,6 +128,7 @@ def whole_dims(
         keep_at: Position of ``keepdim``.
         outs: Results when a dim is given.
         needs_dim: Without a dim the op is another one with a single result.
+        default: The dim where none is given; None stands for all of them.
     """
 
     def rule(call: Call) -> Notation:
@@ -131,7 +138,7 @@ def whole_dims(
                 [o.shape for o in call.operands], call.name
             )
             return Notation(subs, [out], whole=whole_ones(subs), shapes=[shape])
-        dims, keep = reduce_args(call, dim_at, keep_at)
+        dims, keep = reduce_args(call, dim_at, keep_at, default)
         single = needs_dim and call.arg(dim_at, "dim") is None
         n = first(call).ndim
         count = 1 if single else outs

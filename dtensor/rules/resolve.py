@@ -8,14 +8,23 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
-from dtensor.dispatch import fallback, name_of, opened, planned
+from dtensor.calls import name_of
+from dtensor.dispatch import planned
 from dtensor.errors import ShardingError
+from dtensor.fallback import fallback
+from dtensor.opened import opened
 from dtensor.redistribute import plain
 from dtensor.registry import HANDLERS, Handler
 from dtensor.rules import randomness
 from dtensor.rules.foreach import foreach_norm
 from dtensor.rules.pointwise import without_partial
-from dtensor.rules.table import RANDOM_FILL, RANDOM_LIKE, RANDOM_OTHER, rule_of
+from dtensor.rules.table import (
+    RANDOM_BODIES,
+    RANDOM_FILL,
+    RANDOM_LIKE,
+    RANDOM_OTHER,
+    rule_of,
+)
 from dtensor.tensor import DTensor, redistributed
 
 T = torch.Tensor
@@ -108,6 +117,8 @@ def resolve(func: Any) -> Handler:
         base = name[:-1] if inplace else name
     op = rule_of(base, inplace)
     gathered = fallback(name, inplace)
+    if name in RANDOM_BODIES.split():
+        return randomness.gathered_random(gathered)
     if isinstance(func, types.FunctionType):
         again = planned(op) if op is not None and name in RE_ENTERING else gathered
         if name in WITHOUT_ADDENDS:

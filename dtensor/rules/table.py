@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from dtensor.dispatch import Call, Op, Rule, name_of
+from dtensor.calls import Call, Rule, name_of
 from dtensor.errors import ShardingError
 from dtensor.mesh.world import current_world
 from dtensor.notation import Notation, parse
+from dtensor.planning import Op
 from dtensor.registry import HANDLERS
 from dtensor.rules import indexing, linalg, nn, views
 from dtensor.rules.convolution import convolution, padded, spatial
@@ -152,7 +153,8 @@ _fill("amax amin argmax argmin prod logsumexp nanmean any all", whole_dims(1, 2)
 _fill("count_nonzero", whole_dims(1, 9))
 _fill("std var", whole_dims(1, 3))
 _fill("var_mean std_mean", whole_dims(1, 3, outs=2))
-_fill("max min median nanmedian mode", whole_dims(1, 2, outs=2, needs_dim=True))
+_fill("max min median nanmedian", whole_dims(1, 2, outs=2, needs_dim=True))
+_fill("mode", whole_dims(1, 2, outs=2, default=-1))
 _fill("linalg_vector_norm", norm)
 _fill("softmax log_softmax", along_dim(1))
 _fill("cumsum", along_dim(1, linear=True))
@@ -255,3 +257,5 @@ bernoulli multinomial poisson normal binomial rrelu rrelu_ alpha_dropout alpha_d
 feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_
 fractional_max_pool2d fractional_max_pool3d
 """
+# Python-level functions that draw plain numbers of their own.
+RANDOM_BODIES = "svd_lowrank pca_lowrank"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtensor.dispatch import Call, Operand
+from dtensor.calls import Call, NoRule, Operand
 from dtensor.mesh.chunks import chunk_sizes
 from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Placement, Replicate, Shard
@@ -151,7 +151,10 @@ def squeeze(call: Call) -> Notation:
     """``squeeze``: the dims are found on the global shape and given explicitly."""
     x = call.operands[0]
     given = call.arg(1, "dim")
-    every = range(x.ndim) if given is None else dims_of(given, x.ndim)
+    if given is None:
+        every: Sequence[int] = range(x.ndim)
+    else:  # an empty tuple stands for no dim here
+        every = dims_of(given, x.ndim) if given != () else ()
     dims = tuple(d for d in every if x.shape[d] == 1)
     letters: Letters = tuple(range(x.ndim))
     out: Letters = tuple(d for d in letters if d not in dims)
@@ -240,6 +243,8 @@ def cut_dim(dim_at: int, drop: bool, many: bool) -> Callable[[Call], Notation]:
 
     def rule(call: Call) -> Notation:
         x = call.operands[0]
+        if call.name == "tensor_split" and len(call.operands) > 1:
+            raise NoRule("the cuts depend on data")
         dim = dims_of(call.arg(dim_at, "dim", 0), x.ndim)[0]
         letters: Letters = tuple(range(x.ndim))
         rest = ("cut",) if not drop else ()
@@ -401,6 +406,4 @@ def broadcast_tensors(call: Call) -> Layout:
 
         return expand
 
-    return Layout(
-        ins, outs, [shape] * len(ins), run=run, view=True, many=True
-    )
+    return Layout(ins, outs, [shape] * len(ins), run=run, view=True, many=True)

@@ -1,0 +1,186 @@
+"""Making a plan for one kind of call, from the layouts of its operands alone.
+
+It is made once and cached; it communicates nothing, and illegal calls are found here, on
+every rank alike, before anything is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtensor.calls import (
+    Call,
+    Operand,
+    Path,
+    Rule,
+    described,
+    first_spec,
+    meta_run,
+    meta_shapes,
+    operands_of,
+)
+from dtensor.errors import ShardingError
+from dtensor.notation import Layout, Notation, solve
+from dtensor.placement import show
+from dtensor.redistribute import Transition, local_elements, transition
+from dtensor.spec import Spec
+
+
+@dataclass(slots=True)
+class Op:
+    """One entry of the rule table.
+
+    Attributes:
+        name: Name in messages.
+        rule: Gives the notation of a call.
+        numbers: Whether the rule reads integers (sizes, dims); where it does not,
+            they stay out of the cache key. Floats never enter it.
+        inplace: Whether the first operand is written.
+    """
+
+    name: str
+    rule: Rule
+    numbers: bool
+    inplace: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to do for one kind of call.
+
+    Attributes:
+        moves: Operands to redistribute first: (path, transition).
+        out: Spec of the result, or one per result tensor.
+        run: Runs in place of the function, or None.
+        rewrite: Makes the local arguments, or None.
+        cost: For the policy: whether any move communicates.
+        moved_view: Whether the result is a view of a moved operand.
+        inplace: Whether the first operand is written and returned.
+    """
+
+    moves: tuple[tuple[Path, Transition], ...]
+    out: Any
+    run: Callable[..., Any] | None
+    rewrite: Callable[..., Any] | None
+    communicates: bool
+    moved_view: bool
+    inplace: bool
+    text: str
+
+
+def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """Plan one kind of call from the layouts of its operands; communicates nothing."""
+    operands = operands_of(op.name, args, kwargs, op.inplace)
+    by_path = {o.path: o for o in operands}
+    call = Call(
+        op.name,
+        func,
+        tuple(described(a, by_path, (i,)) for i, a in enumerate(args)),
+        {k: described(v, by_path, (k,)) for k, v in kwargs.items()},
+        operands,
+        op.inplace,
+    )
+    spec = first_spec(args, kwargs)
+    mesh = spec.mesh
+    text = ", ".join(f"{tuple(o.shape)}{show(o.placements)}" for o in operands)
+    n = op.rule(call)
+    if isinstance(n, Notation):
+        shapes = n.shapes if n.shapes is not None else meta_shapes(func, args, kwargs)
+        n = settled(n, operands, shapes, 0 if op.inplace else None)
+    if n is None:
+        raise ShardingError(
+            f"{op.name}_: in place, the result would need other placements than the "
+            f"target has, got operands {text} on {mesh!r}. Use the out-of-place "
+            f"{op.name}, or redistribute the target first: x = x.redistribute(...)."
+        )
+    if op.inplace and not n.many and tuple(n.shapes[0]) != tuple(operands[0].shape):
+        raise ShardingError(
+            f"{op.name}_: a DTensor keeps its shape, got {tuple(operands[0].shape)}, "
+            f"which would become {tuple(n.shapes[0])}. Use the out-of-place {op.name}."
+        )
+    moves = []
+    for o, places in zip(operands, n.ins, strict=True):
+        if places != o.placements:
+            moves.append((o.path, transition(o.spec, o.spec.replace(places))))
+    outs = [spec.replace(p, tuple(s)) for p, s in zip(n.outs, n.shapes, strict=True)]
+    ins = [o.spec.replace(w) for o, w in zip(operands, n.ins, strict=True)]
+    run, rewrite = n.run, n.rewrite
+    if spec.coordinate is None:
+        run, rewrite, moves = outsider(outs, op.inplace), None, []
+    else:
+        run = run(ins, outs) if run is not None else None
+        rewrite = rewrite(ins, outs) if rewrite is not None else None
+        if not op.inplace and (n.view or op.name in SHARING):
+            run = sticky(run)
+    return Plan(
+        moves=tuple(moves),
+        out=outs if n.many or len(outs) != 1 else outs[0],
+        run=run,
+        rewrite=rewrite,
+        communicates=any(t.communicates for _, t in moves),
+        moved_view=n.view and any(p == operands[0].path for p, _ in moves),
+        inplace=op.inplace,
+        text=text,
+    )
+
+
+def settled(
+    n: Notation,
+    operands: Sequence[Operand],
+    shapes: Sequence[Sequence[int]],
+    keep: int | None,
+) -> Layout | None:
+    """The layout that ``solve`` chooses for a notation, or None (see ``solve``)."""
+    mesh = operands[0].spec.mesh
+    nbytes = [
+        local_elements(mesh, o.placements, tuple(o.shape)) * o.dtype.itemsize
+        for o in operands
+    ]
+    found = solve(n, mesh, [o.placements for o in operands], nbytes, keep)
+    if found is None:
+        return None
+    ins, outs = found
+    return Layout(ins, outs, shapes, n.run, n.rewrite, n.view, n.many)
+
+
+def outsider(outs: list[Spec], inplace: bool) -> Callable[..., Any]:
+    """What a rank outside the mesh runs: nothing; its results hold no data."""
+
+    def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if inplace:
+            return args[0]
+        metas = meta_run(func, args, kwargs)
+        made = [
+            torch.empty(s.local_shape, dtype=m.dtype)
+            for s, m in zip(outs, metas, strict=True)
+        ]
+        return made[0] if len(made) == 1 else made
+
+    return run
+
+
+SHARING = frozenset(
+    """
+    alias conj contiguous cpu cuda detach double flatten float half imag positive ravel
+    real reshape resolve_conj resolve_neg to type type_as view_as
+    """.split()
+)
+
+
+def sticky(run: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Run, and mark views of a moved view as moved, too."""
+
+    def marked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs) if run is None else run(func, args, kwargs)
+        if args and getattr(args[0], "_moved_view", False):
+            memory = args[0].untyped_storage().data_ptr()
+            for o in out if isinstance(out, (tuple, list)) else (out,):
+                if o.untyped_storage().data_ptr() == memory:
+                    o._moved_view = True
+        return out
+
+    return marked
