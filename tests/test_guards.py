@@ -177,6 +177,7 @@ def test_s1_2_multi_head_attention(place: Any) -> None:
     same(net.in_proj_weight.grad, want.in_proj_weight.grad)
 
 
+@pytest.mark.filterwarnings("ignore::dtensor.RedistributionWarning")
 @ranks(2)
 def test_s1_2_cache_keys_tell_1_true_and_1_0_apart() -> None:
     """1.2: 1 == True == 1.0, but not as arguments; the dtype counts."""
@@ -186,6 +187,9 @@ def test_s1_2_cache_keys_tell_1_true_and_1_0_apart() -> None:
         assert (x + value).dtype == (n + value).dtype
         assert (x * value).dtype == (n * value).dtype
         assert (x / value).dtype == (n / value).dtype
+    for index in (1, True, 0, False, 1):  # a bool is a mask, and adds a dim
+        assert x[index].shape == n[index].shape
+        same(x[index], n[index], index)
     y = lay(gen(2, 2), Replicate())
     for keep in (True, False, True):
         assert y.sum(1, keepdim=keep).shape == gen(2, 2).sum(1, keepdim=keep).shape

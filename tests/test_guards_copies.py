@@ -12,7 +12,15 @@ import torch
 from guard_helpers import PLACES, gen, lay, line, ranks, refused, same
 from torch import nn
 
-from dtensor import DTensor, Partial, Replicate, Shard, get_rank, simulate
+from dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    count_collectives,
+    get_rank,
+    simulate,
+)
 
 PLAN = {"0.weight": Replicate(), "0.bias": Replicate()}
 
@@ -116,7 +124,9 @@ def test_s1_deepcopy_between_micro_batches() -> None:
         (x @ w).sum().backward()
     c = copy.deepcopy(w)
     assert c.grad.placements == (Partial(),)
-    (x @ c).sum().backward()
+    with count_collectives() as counted:
+        (x @ c).sum().backward()
+    assert counted.calls("all_reduce") == counted.calls() == 1
     same(c.grad, 2 * gen(4, 4).sum(0))
 
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import dtensor
-from dtensor import DTensor, Partial, Replicate, Shard, get_rank
+from dtensor import DTensor, Partial, Replicate, Shard, count_collectives, get_rank
 
 SEEN: dict[int, list[Any]] = {}
 
@@ -131,6 +131,18 @@ def test_s1_function_returned_input_is_typed() -> None:
         assert type(y) is DTensor and y.placements == (Shard(0),) and y is not t
     with torch.no_grad():
         assert type(Clip.apply(x)) is DTensor
+
+
+@ranks(2)
+def test_s1_function_moves_no_gradient_that_nobody_wants() -> None:
+    """1: an input without grad: what backward returns for it is not redistributed."""
+    x = lay(gen(4, 4), Shard(0)).requires_grad_()
+    w = lay(gen(4, 4), Replicate())
+    y, _ = Mixed.apply(x, w)
+    with count_collectives() as c:
+        y.sum().backward()
+    assert c.calls() == 0
+    same(x.grad, 2 * gen(4, 4))
 
 
 @ranks(2)
