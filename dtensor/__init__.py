@@ -1,6 +1,6 @@
 """A distributed tensor runtime: DTensors over MPI and NCCL, with torch's own autograd."""
 
-import dtensor.gradients
+import dtensor.hooks
 import dtensor.interop
 import dtensor.rules.resolve
 from dtensor import lifecycle
@@ -9,7 +9,7 @@ from dtensor.collectives.counter import count_collectives
 from dtensor.collectives.simulate import simulate
 from dtensor.errors import ShardingError
 from dtensor.factories import arange, empty, full, ones, rand, randn, zeros
-from dtensor.gradients import no_grad_sync
+from dtensor.leaves import no_grad_sync
 from dtensor.mesh.ambient import current_mesh, use_mesh
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.mesh.world import get_rank, get_world_size

@@ -34,7 +34,7 @@ from torch.autograd.function import BackwardCFunction, Function, once_differenti
 from torch.nn.modules._functions import BackwardHookFunction
 
 from dtensor.errors import ShardingError
-from dtensor.gradients import cotangent, uncotangent
+from dtensor.hooks import cotangent, uncotangent
 from dtensor.placement import show
 from dtensor.redistribute import alias, plain
 from dtensor.spec import Spec

@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as NoTF
 from dtensor import boundary
 from dtensor.dispatch import planned
 from dtensor.errors import ShardingError
-from dtensor.gradients import watch_leaf
+from dtensor.leaves import watch_leaf
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placements, Replicate, Shard
 from dtensor.redistribute import plain, transition

@@ -48,7 +48,7 @@ class DTensor(torch.Tensor):
     # Set on the result of a view op whose input had to be moved: a copy, so that a
     # write into it could not reach the base.
     _moved_view: bool = False
-    # On a leaf: a plain ``.grad`` in C++ holds unreduced addends (see gradients.py).
+    # On a leaf: a plain ``.grad`` in C++ holds unreduced addends (see leaves.py).
     _grad_is_dual: bool = False
 
     @classmethod
