@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from dtensor import (
-    DTensor,
     DeviceMesh,
+    DTensor,
     Partial,
     Placement,
     Replicate,
@@ -150,7 +150,7 @@ def combinations(
     rng = random.Random(case.name)
     chosen = [tuple(x[0] for x in lists)]  # all replicated
     chosen += [tuple(rng.choice(x) for x in lists) for _ in range(limit)]
-    if axes == 1:  # each operand alone in each placement, the others replicated
+    if axes == 1 and len(lists) < 3:  # each operand alone in each placement
         for i, x in enumerate(lists):
             for p in x:
                 row = [y[0] for y in lists]
@@ -314,12 +314,20 @@ def failures(
         limit: Combinations of placements per case (a sample where there are more).
         show_all: Keep all failures of a case, not only the first three.
     """
+    with warnings.catch_warnings():  # torch's own, about shapes and dtypes
+        warnings.simplefilter("ignore")
+        return _failures(cases, mesh, limit, show_all)
+
+
+def _failures(
+    cases: Sequence[Case], mesh: DeviceMesh, limit: int, show_all: bool
+) -> list[str]:
     references = [run_plain(c) for c in cases]
     now: dict[str, str] = {}
 
     def program() -> list[str]:
         found = []
-        with redistribution("allow"), warnings.catch_warnings():
+        with redistribution("allow"):
             for case, reference in zip(cases, references, strict=True):
                 wrong, refused = [], 0
                 rows = combinations(case, mesh.ndim, limit)

@@ -195,9 +195,9 @@ FAMILIES = {"reads": reads, "writes": writes}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_one_axis(family: str) -> None:
-    assert_right(FAMILIES[family](), LINE, limit=10)
+    assert_right(FAMILIES[family](), LINE, limit=6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_two_axes(family: str) -> None:
-    assert_right(FAMILIES[family](), GRID, limit=6)
+    assert_right(FAMILIES[family](), GRID, limit=3)

@@ -13,7 +13,10 @@ from op_harness import (
     booleans,
     eighths,
     integers,
+    place,
 )
+
+from dtensor import Replicate, Shard, count_collectives, simulate
 
 A, N, M = eighths(5, 3), integers(5, 3), booleans(5, 3)
 CUBE, EMPTY, ONE = eighths(2, 5, 3), eighths(0, 3), eighths(1)
@@ -85,6 +88,7 @@ def reductions() -> list[Case]:
         Case("median", lambda x: x.median(), [DISTINCT]),
         Case("median(dim)", lambda x: tuple(x.median(0)), [DISTINCT]),
         Case("nanmedian(dim)", lambda x: tuple(x.nanmedian(1)), [DISTINCT]),
+        Case("mode()", lambda x: tuple(x.mode()), [A]),
         Case("mode", lambda x: tuple(x.mode(0)), [A]),
         Case("kthvalue", lambda x: tuple(x.kthvalue(2, 0)), [DISTINCT]),
         Case("argmax", lambda x: x.argmax(), [DISTINCT]),
@@ -179,14 +183,26 @@ def along() -> list[Case]:
     ]
 
 
+def test_a_norm_sends_norms() -> None:
+    def program() -> None:
+        x = place(eighths(64, 3), LINE, (Shard(0),))
+        with count_collectives() as c:
+            n = x.norm()
+            torch.linalg.vector_norm(x, 1, 0)
+        assert n.placements == (Replicate(),)
+        assert c.bytes() <= 3 * 8 * 4 + 3 * 8
+
+    simulate(program)
+
+
 FAMILIES = {"reductions": reductions, "along": along}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_one_axis(family: str) -> None:
-    assert_right(FAMILIES[family](), LINE, limit=10)
+    assert_right(FAMILIES[family](), LINE, limit=6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_two_axes(family: str) -> None:
-    assert_right(FAMILIES[family](), GRID, limit=6)
+    assert_right(FAMILIES[family](), GRID, limit=3)

@@ -173,7 +173,7 @@ def gather(call: Call) -> Notation:
         raise NoRule("operands of unlike numbers of dims")
     sub: Letters = tuple(
         d if d != dim and index.shape[d] == x.shape[d] else ("index", d)
-        for d in letters
+        for d in range(x.ndim)
     )
     # Cut along the indices of ``dim``, every rank reads its part of the whole dim.
     whole = {d for d in letters if d not in sub}

@@ -27,7 +27,7 @@ def broadcast_letters(
     A dim of size 1 that is stretched gets a letter of its own, which must stay whole.
     """
     try:
-        out = torch.broadcast_shapes(*shapes)
+        out: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     except RuntimeError as e:
         raise RuntimeError(
             f"{what}: the global shapes do not broadcast, got "

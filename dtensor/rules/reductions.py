@@ -9,8 +9,12 @@ from typing import Any
 import torch
 
 from dtensor.calls import Call, Operand
-from dtensor.notation import Letters, Notation
-from dtensor.rules.pointwise import broadcast_letters, whole_ones
+from dtensor.collectives import functional
+from dtensor.mesh.chunks import chunk_sizes
+from dtensor.notation import Layout, Letters, Notation
+from dtensor.placement import Placement, Replicate, Shard
+from dtensor.redistribute import plain
+from dtensor.rules.pointwise import broadcast_letters, whole_ones, without_partial
 from dtensor.spec import Spec
 
 
@@ -172,8 +176,52 @@ def along_dim(
     return rule
 
 
-def norm(call: Call) -> Notation:
-    """``linalg.vector_norm(x, ord, dim, keepdim)``."""
+def norm(call: Call) -> Layout:
+    """``linalg.vector_norm(x, ord, dim, keepdim)``: the norm of the shards' norms.
+
+    Bytes sent per rank along a sharded dim: those of the result, times the ranks. The
+    inf norm with a gradient (whose ties torch shares out) and orders below 1 gather.
+    """
     dims, keep = reduce_args(call, 2, 3)
-    n = first(call).ndim
-    return Notation([tuple(range(n))], [out_letters(n, dims, keep)], whole=set(dims))
+    x = first(call)
+    places = without_partial(x.placements)
+    axes = [a for a, p in enumerate(places) if isinstance(p, Shard) and p.dim in dims]
+    letters = out_letters(x.ndim, dims, keep)
+    out: list[Placement] = []
+    for p in places:
+        free = isinstance(p, Shard) and p.dim not in dims
+        out.append(Shard(letters.index(p.dim)) if free else Replicate())  # type: ignore[attr-defined]
+
+    def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+        if not axes:
+            return lambda func, args, kwargs: func(*args, **kwargs)
+        spec, shape = ins[0], outs[0].local_shape
+
+        def norm_of_norms(func: Any, args: Any, kwargs: Any) -> Any:
+            order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+            local = plain(args[0])
+            if order < 1 or order == math.inf and local.requires_grad:
+                for axis in reversed(axes):
+                    local = gathered(local, spec, axis)
+                return func(local, *args[1:], **kwargs)
+            given = {"dtype": kwargs.get("dtype")}
+            if local.numel() == 0 and order == math.inf:  # torch has no such norm
+                local = local.sum(dims, keepdim=True, **given).abs()
+            else:
+                local = func(local, order, dims, True, **given)
+            for axis in reversed(axes):
+                parts = functional.all_gather(local[None], spec.comm(axis))
+                local = func(parts, order, 0)
+            return local.reshape(shape)
+
+        return norm_of_norms
+
+    return Layout([places], [tuple(out)], call.shapes(), run=run)
+
+
+def gathered(local: torch.Tensor, spec: Spec, axis: int) -> torch.Tensor:
+    """The shard with the dim that ``axis`` cuts made whole; later axes come first."""
+    p = spec.placements[axis]
+    assert isinstance(p, Shard), "only sharded axes are gathered"
+    sizes = chunk_sizes(spec.block(p.dim, axis)[1], spec.mesh.shape[axis])
+    return functional.all_gather(local, spec.comm(axis), p.dim, sizes)

@@ -217,4 +217,4 @@ def setter(name: str) -> Handler:
     return write
 
 
-HANDLERS.resolver = staticmethod(resolve)  # type: ignore[assignment]
+HANDLERS.resolver = staticmethod(resolve)

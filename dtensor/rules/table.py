@@ -68,8 +68,8 @@ def by_notation(text: str, linear: bool = False) -> Rule:
                     f"{call.name}: the rule {text!r} does not fit operands of shapes "
                     f"{shapes}, expected one size per letter. Register a rule that does."
                 )
-        shapes = [[sizes[letter] for letter in sub] for sub in notation.outs]
-        return dataclasses.replace(notation, shapes=shapes)
+        results = [tuple(sizes[x] for x in sub) for sub in notation.outs]
+        return dataclasses.replace(notation, shapes=[*results])
 
     return rule
 
@@ -128,7 +128,7 @@ _fill(
 )
 _fill(
     """
-    alias clone conj conj_physical contiguous deg2rad detach imag neg negative positive
+    clone conj conj_physical contiguous deg2rad detach imag neg negative positive
     rad2deg real resolve_conj resolve_neg zero
     """,
     pointwise(UNARY),
@@ -185,7 +185,7 @@ _fill("view", views.view)
 _fill("reshape view_as reshape_as unflatten", views.reshaped(True))
 _fill("flatten ravel", views.reshaped(False))
 _fill("transpose permute movedim moveaxis swapaxes swapdims t", views.permuted)
-_fill("T mT numpy_T adjoint", views.permuted)
+_fill("T mT adjoint", views.permuted)
 _fill("squeeze", views.squeeze)
 _fill("unsqueeze", views.unsqueeze)
 _fill("view_as_complex view_as_real", views.pairs)

@@ -137,12 +137,12 @@ def permuted(call: Call) -> Notation:
     probe = torch.empty(PRIMES[: x.ndim], device="meta")
     result = call.func(probe, *call.args[1:], **call.kwargs)
     letters: Letters = tuple(range(x.ndim))
-    out: Letters = tuple(PRIMES.index(n) for n in result.shape)
+    out = tuple(PRIMES.index(n) for n in result.shape)
     return Notation(
         [letters],
         [out],
         linear=[{0}],
-        shapes=[[x.shape[d] for d in out]],  # type: ignore[index]
+        shapes=[[x.shape[d] for d in out]],
         view=True,
     )
 
