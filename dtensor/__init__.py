@@ -14,7 +14,7 @@ from dtensor.mesh.ambient import current_mesh, use_mesh
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.mesh.world import get_rank, get_world_size
 from dtensor.placement import Partial, Placement, Replicate, Shard
-from dtensor.policy import RedistributionWarning, redistribution
+from dtensor.policy import RedistributionWarning, promote_plain, redistribution
 from dtensor.rules.table import register_rule
 from dtensor.styles.data_parallel import DataParallel
 from dtensor.styles.distribute import distribute_module
@@ -79,6 +79,7 @@ __all__ = [
     "rand",
     "randn",
     "redistribution",
+    "promote_plain",
     "register_rule",
     "simulate",
     "use_mesh",

@@ -76,6 +76,10 @@ class Call:
 Rule = Callable[[Call], "Notation | Layout | None"]
 
 
+class PlainOperand(ShardingError):
+    """A plain tensor that could be a whole value or a shard; a scope may promote it."""
+
+
 class NoRule(Exception):
     """A rule's word that this call is none of its own: the fallback takes it."""
 
@@ -172,13 +176,32 @@ def check_plain(
             "DTensor. Use x.full_tensor() or x.to_local() as the source."
         )
     if floating and (t.ndim > 0 or t.requires_grad):
-        raise ShardingError(
+        raise PlainOperand(
             f"{name}: got a plain tensor of shape {tuple(t.shape)} ({t.dtype}) mixed "
             f"with DTensors on {spec.mesh!r}; it could be a whole value or a shard. "
             "Say which: DTensor.from_local(t, mesh, [Replicate()]) where every rank "
             "holds the whole value, distribute_tensor(t, mesh, placements) to cut it, "
-            "or x.to_local() to compute on plain shards."
+            "x.to_local() to compute on plain shards, or `with "
+            "promote_plain('replicate'):` where all plain tensors are whole values."
         )
+
+
+def promoted(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with plain floating tensors as replicated DTensors, gradients right."""
+    mesh = first_spec(args, kwargs).mesh
+    whole = (Replicate(),) * mesh.ndim
+
+    def walk(x: Any) -> Any:
+        if type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta:
+            if x.is_floating_point() or x.is_complex():
+                return DTensor.from_local(x, mesh, whole, run_check=False)
+        if type(x) in (list, tuple):
+            return type(x)(walk(v) for v in x)
+        return x
+
+    return tuple(walk(a) for a in args), {k: walk(v) for k, v in kwargs.items()}
 
 
 def described(args: Any, by_path: dict[Path, Operand], path: Path = ()) -> Any:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
-from dtensor.calls import NoRule, first_spec
+from dtensor.calls import NoRule, PlainOperand, first_spec, promoted
 from dtensor.fallback import fallback
 from dtensor.planning import Op, make_plan
-from dtensor.policy import judge
+from dtensor.policy import judge, promotes
 from dtensor.registry import Handler
 from dtensor.running import MEND, check_target, into, moved, retyped
 from dtensor.tensor import DTensor
@@ -101,6 +101,10 @@ def planned(op: Op) -> Handler:
                 plan = plans[whole] = make_plan(op, func, args, kwargs)
             except NoRule:
                 return fallback(op.name, op.inplace)(func, args, kwargs)
+            except PlainOperand:
+                if not promotes():
+                    raise
+                return handler(func, *promoted(args, kwargs))
         if plan.moves:
             if plan.communicates:
                 judge(op.name, plan.text, 0, MEND, False)

@@ -9,11 +9,18 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
-from dtensor.calls import first_spec, meta_run, operands_of, tensors_in
+from dtensor.calls import (
+    PlainOperand,
+    first_spec,
+    meta_run,
+    operands_of,
+    promoted,
+    tensors_in,
+)
 from dtensor.errors import ShardingError
 from dtensor.placement import Replicate, show
 from dtensor.planning import Plan
-from dtensor.policy import judge
+from dtensor.policy import judge, promotes
 from dtensor.redistribute import alias, plain, transition
 from dtensor.registry import Handler
 from dtensor.running import MEND, check_target, into, moved
@@ -27,7 +34,12 @@ def fallback(name: str, inplace: bool) -> Handler:
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("out") is not None:
             return into(handler, func, args, kwargs)
-        operands = operands_of(name, args, kwargs, inplace)
+        try:
+            operands = operands_of(name, args, kwargs, inplace)
+        except PlainOperand:
+            if not promotes():
+                raise
+            return handler(func, *promoted(args, kwargs))
         spec = first_spec(args, kwargs)
         if spec.coordinate is None:
             made = [

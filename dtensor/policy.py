@@ -38,6 +38,39 @@ def redistribution(policy: str) -> Iterator[None]:
         _POLICY.reset(token)
 
 
+_PROMOTE: ContextVar[bool] = ContextVar("dtensor_promote_plain", default=False)
+
+
+@contextlib.contextmanager
+def promote_plain(placement: str | None = "replicate") -> Iterator[None]:
+    """Take plain floating tensors among DTensors as whole values, alike on all ranks.
+
+    Outside of such a scope they are an error: they could be shards.
+
+    Args:
+        placement: ``"replicate"``, or None to make them an error again inside.
+
+    Example:
+        >>> with promote_plain("replicate"):
+        ...     pass  # dtensor * plain
+    """
+    if placement not in ("replicate", None):
+        raise ValueError(
+            f"promote_plain: unknown placement, got {placement!r}, expected "
+            "'replicate' or None."
+        )
+    token = _PROMOTE.set(placement is not None)
+    try:
+        yield
+    finally:
+        _PROMOTE.reset(token)
+
+
+def promotes() -> bool:
+    """Whether a scope takes plain tensors as replicated."""
+    return _PROMOTE.get()
+
+
 class RedistributionWarning(UserWarning):
     """An op moved operands between ranks without being asked to."""
 

@@ -19,6 +19,7 @@ from dtensor import (
     count_collectives,
     distribute_tensor,
     init_device_mesh,
+    promote_plain,
     redistribution,
     simulate,
 )
@@ -181,6 +182,29 @@ def test_plain_operands() -> None:
         assert (x * torch.tensor(2.0)).sum().item() == 32
         mask = torch.eye(4, dtype=torch.bool)
         assert x.masked_fill(mask, 0).sum().item() == 12
+
+    simulate(program, 2)
+
+
+def test_a_scope_promotes_plain_tensors() -> None:
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        full = torch.arange(16.0).view(4, 4)
+        x = distribute_tensor(full, mesh, [Shard(0)])
+        t = torch.ones(4, requires_grad=True)
+        with promote_plain("replicate"):
+            y = x * t
+            assert torch.equal(torch.cov(t + x).full_tensor(), torch.cov(full + 1))
+            with promote_plain(None), pytest.raises(ShardingError, match="whole value"):
+                x * t
+        assert torch.equal(y.full_tensor(), full)
+        y.sum().backward()  # each rank expects the whole gradient of its plain tensor
+        assert t.grad is not None and torch.equal(t.grad, full.sum(0))
+        with pytest.raises(ShardingError, match=r"with promote_plain\('replicate'\)"):
+            x * t
+        with pytest.raises(ValueError, match="expected 'replicate' or None"):
+            with promote_plain("shard"):
+                pass
 
     simulate(program, 2)
 
