@@ -42,7 +42,7 @@ def flatten_plan(plan: Plan, path: str = "") -> list[Entry]:
     Example:
         >>> from dtensor.styles.tensor_parallel import Colwise, Rowwise
         >>> flatten_plan({"blocks.*": {"up": Colwise, "down": Rowwise(mesh_dim="tp")}})
-        [('blocks.*.up', Colwise()), ('blocks.*.down', Rowwise(mesh_dim=tp))]
+        [('blocks.*.up', Colwise()), ('blocks.*.down', Rowwise(mesh_dim='tp'))]
     """
     if isinstance(plan, type) and issubclass(plan, ParallelStyle):
         try:
@@ -135,7 +135,7 @@ def nearest(key: str, names: Iterable[str], limit: int = 3) -> list[str]:
 
     Example:
         >>> nearest("blocks.*.upp", ["blocks", "blocks.0", "blocks.0.up"])
-        ['blocks.*.up', 'blocks.0.up', 'blocks.0']
+        ['blocks.*.up', 'blocks.0.up', 'blocks.*']
     """
     plain = [name for name in names if name]
     starred = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in plain]

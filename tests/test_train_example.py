@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -16,53 +12,17 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from train_helpers import MESHES, ROOT, TINY, corpus, distance, full, history
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+from dtensor import DeviceMesh, init_device_mesh, simulate
 
-import gpt  # noqa: E402
-import report  # noqa: E402
-import train_lm  # noqa: E402
-from corpus import Corpus, known_share, read_text  # noqa: E402
-
-from dtensor import DeviceMesh, DTensor, init_device_mesh, simulate  # noqa: E402
+import gpt  # isort: skip - found by way of train_helpers
+import report  # isort: skip
+import train_lm  # isort: skip
+from corpus import known_share  # isort: skip
 
 Loss = Callable[[], torch.Tensor]
 Tensors = list[torch.Tensor | None]
-STEPS = 20
-TINY = train_lm.Options(
-    steps=STEPS, batch=8, context=8, dim=16, layers=2, heads=4, dtype="float64"
-)
-MESHES = {
-    (4,): ("tp",),
-    (2, 2): ("dp", "tp"),
-    (1, 4): ("dp", "tp"),
-    (4, 1): ("dp", "tp"),
-}
-
-
-@cache
-def corpus() -> Corpus:
-    found = Corpus(read_text())
-    found.batch(1, 8, torch.Generator())  # fills what is computed once
-    return found
-
-
-def full(grad: torch.Tensor | None) -> torch.Tensor:
-    """The whole gradient, detached."""
-    assert grad is not None
-    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return whole.detach().clone()
-
-
-def history(trainer: train_lm.Trainer) -> list[list[torch.Tensor]]:
-    """Per step: the loss and the whole gradient of every parameter."""
-    rows = []
-    for _ in range(STEPS):
-        row = [torch.tensor(trainer.step(), dtype=torch.float64)]
-        row += [full(p.grad) for p in trainer.model.parameters()]
-        rows.append(row)
-    return rows
 
 
 @cache
@@ -81,10 +41,7 @@ def test_twenty_steps_equal_the_serial_run(shape: tuple[int, ...], local: bool) 
 
     want = serial()
     for got in simulate(program, ranks=4, timeout=300):
-        for step, (row, right) in enumerate(zip(got, want, strict=True)):
-            assert len(row) == len(right)
-            for a, b in zip(row, right, strict=True):
-                assert (a - b).abs().max() < 1e-9, f"step {step}"
+        assert distance(got, want) < 1e-9
 
 
 def repeated(trainer: train_lm.Trainer, loss: Loss) -> Tensors:
@@ -159,37 +116,31 @@ def test_every_way_to_a_gradient_equals_the_serial_one(
 
 
 @pytest.mark.mpi
-def test_whole_program_under_mpiexec(tmp_path: Path) -> None:
-    """The command of the README, with a tiny model, compared to one process."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if mpiexec is None:
-        pytest.skip("no mpiexec beside this Python or in PATH: pip install mpich")
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install mpi4py")
-    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in path if p),
-    }
-    flags = "--mesh dp=2,tp=2 --steps 20 --batch 8 --context 8 --dim 16 --layers 2"
-    flags += " --dtype float64 --compare-serial --characters 20"
-    done = subprocess.run(
-        [mpiexec, "-n", "4", sys.executable, str(ROOT / "examples/train_lm.py")]
-        + [*flags.split(), "--out", str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def test_twenty_steps_equal_the_serial_run_under_mpiexec(
+    mpi_run: Callable[..., Any],
+) -> None:
+    done = mpi_run("train_equals_serial.py", 4, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    line = next(x for x in done.stdout.splitlines() if x.startswith("largest differ"))
+    assert done.stdout.count("equal") == 2 * len(MESHES)
+
+
+@pytest.mark.mpi
+def test_whole_program_under_mpiexec(
+    mpi_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The command of the README, with a tiny model, compared to one process."""
+    flags = "--mesh dp=2,tp=2 --steps 20 --batch 8 --context 8 --dim 16 --layers 2"
+    flags += " --dtype float64 --compare-serial --characters 5"
+    script = ROOT / "examples" / "train_lm.py"
+    done = mpi_run(script, 4, [*flags.split(), "--out", tmp_path], timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    line = next(x for x in lines if x.startswith("largest differ"))
     assert float(line.rsplit(" ", 1)[1]) < 1e-9
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "blocks.*.attention.qkv.weight  (48, 16)       R, S(0)" in done.stdout
+    assert "blocks.*.attention.qkv.weight  (48, 16)       R, S(0)" in lines
     # Two all-reduces forward and two backward per block, and the leaf bucket.
-    row = next(x for x in done.stdout.splitlines() if x.startswith("all_reduce  tp"))
+    row = next(x for x in lines if x.startswith("all_reduce  tp"))
     assert row.split()[2] == str(4 * 2 + 1)
 
 
