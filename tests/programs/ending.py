@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -42,6 +43,9 @@ class Spiteful(torch.autograd.Function):
         return cotangent
 
 
+spite: Any = Spiteful.apply
+
+
 def train() -> None:
     """Three steps of a layer that needs a collective in forward and in backward."""
     weight = distribute_tensor(torch.ones(8, 8), mesh, [Shard(1)]).requires_grad_()
@@ -53,9 +57,9 @@ def train() -> None:
             sys.exit(0)
         if step == 1 and at_fault("exit by name"):
             raise SystemExit(4)
-        hidden = dtensor.DTensor.from_local(
-            Spiteful.apply((x @ weight).to_local()), mesh, [Shard(1)]
-        )
+        product: Any = x @ weight
+        local = spite(product.to_local())
+        hidden: Any = dtensor.DTensor.from_local(local, mesh, [Shard(1)])
         (hidden * hidden).sum().redistribute(mesh, [Replicate()]).backward()
     print(f"rank {rank} is done")
 
