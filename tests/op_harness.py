@@ -135,7 +135,7 @@ def place(t: T, mesh: DeviceMesh, placements: Placements, seed: int = 0) -> DTen
 def combinations(
     case: Case, axes: int, limit: int
 ) -> list[tuple[Placements | None, ...]]:
-    """Placements of all operands: all combinations, or a sample with the pure ones."""
+    """Placements of all operands: all combinations, or all Replicate and a sample."""
     lists: list[list[Placements | None]] = []
     for i, t in enumerate(case.args):
         if i in case.fixed:
@@ -150,12 +150,6 @@ def combinations(
     rng = random.Random(case.name)
     chosen = [tuple(x[0] for x in lists)]  # all replicated
     chosen += [tuple(rng.choice(x) for x in lists) for _ in range(limit)]
-    if axes == 1 and len(lists) < 3:  # each operand alone in each placement
-        for i, x in enumerate(lists):
-            for p in x:
-                row = [y[0] for y in lists]
-                row[i] = p
-                chosen.append(tuple(row))
     return list(dict.fromkeys(chosen))
 
 

@@ -126,7 +126,7 @@ def attentions() -> list[Case]:
 
 
 def convolutions() -> list[Case]:
-    x1, x2 = b(5, 4, 6), b(2, 4, 5, 5)
+    x1, x2, x3 = b(5, 4, 6), b(2, 4, 5, 5), b(5, 3, 4, 4, 4)
     return [
         Case("conv1d", F.conv1d, [x1, b(3, 4, 2), b(3)]),
         Case("conv1d no bias", F.conv1d, [x1, b(3, 4, 2)]),
@@ -181,6 +181,39 @@ def convolutions() -> list[Case]:
             lambda x: F.interpolate(x, size=(3, 3), mode="bilinear"),
             [x2],
         ),
+        Case(
+            "max_pool1d indices",
+            lambda x: F.max_pool1d(x, 2, return_indices=True),
+            [x1],
+        ),
+        Case("adaptive_max_pool1d", lambda x: F.adaptive_max_pool1d(x, 2), [x1]),
+        *[
+            Case(n, lambda x, n=n: getattr(F, n)(x, 2), [x3])
+            for n in (
+                "max_pool3d",
+                "avg_pool3d",
+                "adaptive_avg_pool3d",
+                "adaptive_max_pool3d",
+            )
+        ],
+        Case("conv_transpose3d", F.conv_transpose3d, [x3, b(3, 2, 2, 2, 2), b(2)]),
+        *[
+            Case(
+                f"interpolate {m}",
+                lambda x, m=m: F.interpolate(x, scale_factor=2, mode=m),
+                [x],
+            )
+            for m, x in (
+                ("nearest", x1),
+                ("nearest", x3),
+                ("nearest-exact", x1),
+                ("nearest-exact", x2),
+                ("nearest-exact", x3),
+                ("linear", x1),
+                ("bicubic", x2),
+                ("trilinear", x3),
+            )
+        ],
         Case("unfold", lambda x: F.unfold(x, 2), [x2]),
         Case("fold", lambda x: F.fold(x, (3, 3), 2), [b(2, 8, 4)]),
         Case(

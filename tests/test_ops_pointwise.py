@@ -59,7 +59,11 @@ def tables() -> list[Case]:
     cases += [Case(n, getattr(t, n), [P + 1]) for n in POSITIVE.split()]
     cases += [Case(n, getattr(t, n), [U]) for n in UNIT.split()]
     cases += [Case(f"special.{n}", getattr(s, n), [P]) for n in SPECIAL.split()]
-    cases.append(Case("special.ndtri", s.ndtri, [U.abs()]))
+    cases += [
+        Case(f"special.{n}", getattr(s, n), [U.abs()])
+        for n in "ndtri erfinv log1p logit".split()
+    ]
+    cases.append(Case("special.xlogy", s.xlogy, [A, P]))
     cases += [
         Case(n, getattr(t, n), [A, B], not no_grad_needed(n)) for n in BINARY.split()
     ]

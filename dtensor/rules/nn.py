@@ -237,7 +237,7 @@ def elementwise_loss(reduction_at: int) -> Callable[[Call], Notation]:
         reduction = REDUCTIONS[call.arg(reduction_at, "reduction", 1)]
         if reduction == "none":
             return Notation(subs, [out], whole=whole_ones(subs))
-        number = max(1, shape.numel())
+        number = shape.numel()  # zero: the mean of nothing is nan
 
         def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
             if reduction == "sum" or all(s.local_shape == s.shape for s in ins):

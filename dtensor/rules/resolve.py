@@ -130,6 +130,8 @@ def resolve(func: Any) -> Handler:
         return randomness.random_like
     if base == "dropout":
         return randomness.dropout
+    if base == "_weight_norm":
+        return weight_norm
     if name in RANDOM_OTHER.split():
         return randomness.gathered_random(gathered)
     if base == "_foreach_norm":
@@ -139,6 +141,13 @@ def resolve(func: Any) -> Handler:
     if op is not None:
         return planned(op)
     return gathered
+
+
+def weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_weight_norm(v, g, dim)``, by ops that have rules: norms travel, weights stay."""
+    v, g, dim = (*args, 0)[:3]
+    others = None if dim == -1 else [d for d in range(v.ndim) if d != dim % v.ndim]
+    return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1))
 
 
 def addends_first(handler: Handler) -> Handler:

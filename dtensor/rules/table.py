@@ -231,7 +231,7 @@ _fill("upsample_trilinear3d", spatial(3, linear=True))
 # ---- lists of tensors: optimizers ------------------------------------------------
 for _name in (
     "abs acos add addcdiv addcmul ceil clamp_max clamp_min copy cos div erf exp expm1 "
-    "floor frac lerp log log10 log1p log2 max maximum min minimum mul neg pow reciprocal "
+    "floor frac lerp log log10 log1p log2 maximum minimum mul neg pow reciprocal "
     "round rsqrt sigmoid sign sin sqrt sub tan tanh trunc zero"
 ).split():
     RULES[f"_foreach_{_name}"] = foreach(RULES[_name])
