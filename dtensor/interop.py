@@ -14,7 +14,8 @@ alpha=, beta=, value= of plain ops    likewise
 torch.zeros(x, ..) and its kind       likewise; the result is plain
 numpy(), __array__, tolist, item      the whole value (every rank must ask)
 torch.Tensor(x), p.new_tensor(x)      refused
-DLPack, sparse constructors, set_     refused
+x.set_(y)                             the shard, of a DTensor of one shape and mesh
+DLPack, sparse constructors           refused
 vmap, torch.func, jit, export         refused
 torch.compile                         refused where a compiled frame meets a DTensor
 data_ptr, untyped_storage             the shard's
@@ -233,6 +234,23 @@ def refuses(what: str, mend: str, own: bool = True) -> Maker:
     return make
 
 
+def takes_storage(original: Any) -> Any:
+    """``x.set_(y)`` of two DTensors of one shape: ``x`` holds the shard of ``y``."""
+    refused = refuses("set_", "Use x.copy_(y), or x.data = y of one layout.")(original)
+
+    @functools.wraps(original)
+    def wrapper(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, DTensor) and len(args) == 1 and isinstance(args[0], DTensor):
+            y, spec = args[0], x._spec
+            if y._spec.mesh is spec.mesh and y._spec.shape == spec.shape:
+                with NoTF():
+                    original(x, redistributed(y, spec))
+                return x
+        return refused(x, *args, **kwargs)
+
+    return wrapper
+
+
 def constructs(original: Any) -> Any:
     """``torch.Tensor.__new__``: ``torch.Tensor(x)`` would copy the shard."""
 
@@ -307,7 +325,7 @@ WRAPPED: list[tuple[Any, str, Maker]] = [
     (T, "__new__", constructs),
     (T, "new_tensor", refuses("new_tensor", LEAVE, own=False)),
     (T, "new", refuses("new", LEAVE, own=False)),
-    (T, "set_", refuses("set_", "Use x.copy_(y), or x.data = y of one layout.")),
+    (T, "set_", takes_storage),
     *[(torch, n, refuses(n, LEAVE)) for n in _SPARSE.split()],
     (torch, "to_dlpack", refuses("to_dlpack", LEAVE)),
     (torch.utils.dlpack, "to_dlpack", refuses("to_dlpack", LEAVE)),

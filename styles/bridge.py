@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Replicate, Shard
 from dtensor.styles.crossing import BRIDGE, PIECE, around_of
-from dtensor.styles.held import refresh_weights
+from dtensor.styles.held import parametrizations_of, refresh_weights
 from dtensor.tensor import DTensor
 
 Lent = list[tuple[dict[str, Any], str, Any, Any]]
@@ -69,7 +69,12 @@ class Bridge:
             Partial() if isinstance(around.get(axis), Shard) else Replicate()
             for axis in range(self.mesh.ndim)
         ]
-        for table in (module._parameters, module._buffers):
+        tables = [
+            table
+            for inner in (module, *parametrizations_of(module))
+            for table in (inner._parameters, inner._buffers)
+        ]
+        for table in tables:
             for name, held in table.items():
                 if isinstance(held, DTensor) and held.device_mesh is self.mesh:
                     plain = held.to_local(grad_placements=grads)

@@ -18,7 +18,14 @@ from dtensor.placement import Placement, Replicate, Shard, placements_of, show
 from dtensor.styles.bridge import Bridge
 from dtensor.styles.crossing import AROUND, BRIDGE, CROSSING, Crossing, takes_name
 from dtensor.styles.family import FAMILY, Family
-from dtensor.styles.held import Held, check_weights, held_in, laid_out, moved
+from dtensor.styles.held import (
+    Held,
+    check_weights,
+    held_in,
+    laid_out,
+    moved,
+    parametrizations_of,
+)
 from dtensor.styles.loading import watch_loading
 from dtensor.styles.style import Layout, ParallelStyle
 from dtensor.tensor import DTensor
@@ -37,6 +44,11 @@ class Draft:
         self.held = held_in(module)
         self.layouts: dict[int, Rows] = {}
         self.modules: dict[int, nn.Module] = {}
+        # Whose call uses what a module holds: the originals of a parametrized weight
+        # belong to the module that has the weight.
+        self.users: dict[int, nn.Module] = {id(m): m for m in module.modules()}
+        for inner in module.modules():
+            self.users.update((id(m), inner) for m in parametrizations_of(inner))
         # By tensor, then axis: the placement, and who asked for it.
         self.wanted: dict[int, dict[int, tuple[Placement, str]]] = {}
 
@@ -145,21 +157,18 @@ class Draft:
                 plain = plain or layout.plain
                 if layout.typed_inside:
                     typed.add(id(module))
-                    if parametrize.is_parametrized(module):
-                        assert isinstance(module.parametrizations, nn.Module)
-                        typed.update(id(m) for m in module.parametrizations.modules())
                 for parameter in layout.parameters:
                     typed.add(id(module.get_submodule(parameter.rpartition(".")[0])))
         if not plain:
             return []
-        owners = {id(held.owner): held.owner for held in self.held}
-        return [owner for key, owner in owners.items() if key not in typed]
+        users = {id(m): m for m in (self.users[id(held.owner)] for held in self.held)}
+        return [user for key, user in users.items() if key not in typed]
 
     def check_ties(self) -> None:
         """A module that runs on plain copies cannot hold a sharded tensor."""
-        owners = {id(m) for m in self.bridged()}
+        bridged = {id(m) for m in self.bridged()}
         for held in self.held:
-            if id(held.owner) not in owners:
+            if id(self.users[id(held.owner)]) not in bridged:
                 continue
             cut = [
                 text

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as NoTF
+from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -52,6 +53,14 @@ def held_in(module: nn.Module) -> list[Held]:
         for name, tensor in getattr(owner, table).items()
         if tensor is not None
     ]
+
+
+def parametrizations_of(module: nn.Module) -> list[nn.Module]:
+    """The modules that hold what parametrized weights of a module are computed from."""
+    if not parametrize.is_parametrized(module):
+        return []
+    assert isinstance(module.parametrizations, nn.Module)
+    return list(module.parametrizations.modules())
 
 
 def refresh_weights(module: nn.Module) -> None:

@@ -119,7 +119,9 @@ def full_state_dict(module: nn.Module, rank0_only: bool = True) -> dict[str, Any
 @torch.no_grad()
 def _whole(value: Tensor, kept: bool) -> Tensor | None:
     if isinstance(value, DTensor):
-        if not all(p.is_replicate() for p in value.placements):
+        mesh = value.device_mesh
+        pairs = zip(value.placements, mesh.shape, strict=True)
+        if any(n > 1 and not p.is_replicate() for p, n in pairs):
             value = value.full_tensor()  # a tensor of its own
             return value.detach() if kept else None
         value = value.to_local()

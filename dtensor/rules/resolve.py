@@ -145,7 +145,7 @@ def resolve(func: Any) -> Handler:
 
 def weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``_weight_norm(v, g, dim)``, by ops that have rules: norms travel, weights stay."""
-    v, g, dim = (*args, 0)[:3]
+    v, g, dim = (*args, kwargs.get("dim", 0))[:3]
     others = None if dim == -1 else [d for d in range(v.ndim) if d != dim % v.ndim]
     return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1))
 
