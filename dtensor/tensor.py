@@ -223,6 +223,8 @@ class DTensor(torch.Tensor):
         self,
         device_mesh: DeviceMesh | PlacementsLike | None = None,
         placements: PlacementsLike | None = None,
+        *,
+        async_op: bool = False,
     ) -> DTensor:
         """The same global value in other placements; every rank of the mesh calls.
 
@@ -234,6 +236,7 @@ class DTensor(torch.Tensor):
         Args:
             device_mesh: This tensor's mesh, or the placements.
             placements: One per mesh axis.
+            async_op: Accepted for PyTorch's sake; the result is there on return.
 
         Raises:
             ShardingError: Placements that do not fit, or another mesh.

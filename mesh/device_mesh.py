@@ -121,11 +121,11 @@ class DeviceMesh:
         flat = torch.tensor(self.ranks, dtype=torch.int64, device="cpu")
         return flat.view(self.shape)
 
-    def size(self, axis: str | int | None = None) -> int:
-        """Number of ranks along ``axis``, or of the whole mesh."""
-        if axis is None:
+    def size(self, mesh_dim: str | int | None = None) -> int:
+        """Number of ranks along the axis ``mesh_dim``, or of the whole mesh."""
+        if mesh_dim is None:
             return len(self.ranks)
-        return self.shape[self.axis(axis)]
+        return self.shape[self.axis(mesh_dim)]
 
     def axis(self, axis: str | int) -> int:
         """Number of an axis given by name or number (negative ones count back).
@@ -180,25 +180,25 @@ class DeviceMesh:
         """Number of this rank in the world."""
         return current_world().rank
 
-    def get_local_rank(self, axis: str | int | None = None) -> int:
+    def get_local_rank(self, mesh_dim: str | int | None = None) -> int:
         """Coordinate of this rank along one axis.
 
         Args:
-            axis: Name or number; may be left out where the mesh has one axis.
+            mesh_dim: Name or number; may be left out where the mesh has one axis.
 
         Raises:
             ValueError: No axis was named on a mesh of several, or this rank is not
                 on the mesh.
         """
-        if axis is None:
+        if mesh_dim is None:
             if self.ndim != 1:
                 raise ValueError(
                     f"DeviceMesh.get_local_rank: which axis is meant, got none, "
                     f"expected one of {self._axes_text()} of {self!r}. "
                     f"Call get_local_rank(axis)."
                 )
-            axis = 0
-        return self._member("get_local_rank")[self.axis(axis)]
+            mesh_dim = 0
+        return self._member("get_local_rank")[self.axis(mesh_dim)]
 
     def axis_ranks(self, axis: str | int) -> tuple[int, ...]:
         """World ranks of this rank's row along ``axis``, in mesh order.
