@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -294,3 +295,39 @@ def test_input_and_output_together() -> None:
 
     run(program)
     assert "PrepareModuleInput(input_layouts=(Shard(dim=0),)" in repr(style)
+
+
+def test_a_module_that_computes_on_local_parts_gets_whole_gradients() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(2).double()
+            self.scale = nn.Parameter(torch.tensor([2.0, 3.0]).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.norm(x) * self.scale)
+
+    style = PrepareModuleInputOutput(
+        input_layouts=R,
+        desired_input_layouts=S(0),
+        use_local_input=True,
+        output_layouts=S(0),
+        desired_output_layouts=R,
+    )
+
+    def program(mesh: DeviceMesh) -> None:
+        torch.manual_seed(0)
+        serial = Inner()
+        model = parallelize_module(copy.deepcopy(serial), mesh, style)
+        a, b = WHOLE.clone().requires_grad_(), WHOLE.clone().requires_grad_()
+        want, got = serial(a), model(b)
+        assert type(got) is Tensor
+        close(got, want)
+        (want * WHOLE).sum().backward()
+        (got * WHOLE).sum().backward()
+        close(b.grad, a.grad)
+        for name, p in serial.named_parameters():
+            close(model.get_parameter(name).grad, p.grad)
+
+    run(program)
+    run(program, ranks=3)
