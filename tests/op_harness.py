@@ -282,7 +282,7 @@ def check(
             return f"got {len(found)} gradients, expected {len(grads)}"
         for k, (g, w) in enumerate(zip(found, grads, strict=True)):
             if w is None or g is None:
-                zero = g is None or not bool(g.full_tensor().any())  # type: ignore[attr-defined]
+                zero = not (isinstance(g, DTensor) and bool(g.full_tensor().any()))
                 if w is None and not zero or w is not None and bool(w.any()):
                     return f"gradient {k}: got {g}, expected {w}"
                 continue

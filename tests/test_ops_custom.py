@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from dtensor import (
 )
 from dtensor.rules.table import RULES
 
-LIBRARY = torch.library.Library("dtensor_test", "DEF")
+LIBRARY: Any = torch.library.Library("dtensor_test", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("project(Tensor x, Tensor w) -> Tensor")
 LIBRARY.define("bend(Tensor x) -> Tensor")
 LIBRARY.define("add(Tensor x, Tensor y) -> Tensor")

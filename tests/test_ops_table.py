@@ -14,7 +14,7 @@ PLACES = (
     torch.special,
     torch.nn.functional,
     torch._C._nn,
-    torch._C._special,
+    torch._C._special,  # type: ignore[attr-defined]
 )
 # Names that functions answer with, unlike those they are found under.
 ANSWERS = {

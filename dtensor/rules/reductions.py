@@ -210,7 +210,8 @@ def norm(call: Call) -> Layout:
             else:
                 local = func(local, order, dims, True, **given)
             for axis in reversed(axes):
-                parts = functional.all_gather(local[None], spec.comm(axis))
+                each = (1,) * spec.mesh.shape[axis]
+                parts = functional.all_gather(local[None], spec.comm(axis), 0, each)
                 local = func(parts, order, 0)
             return local.reshape(shape)
 
