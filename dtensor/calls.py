@@ -176,6 +176,14 @@ def check_plain(
             "DTensor. Use x.full_tensor() or x.to_local() as the source."
         )
     if floating and (t.ndim > 0 or t.requires_grad):
+        if type(t) is torch.nn.Parameter:
+            raise PlainOperand(
+                f"{name}: got a plain parameter of shape {tuple(t.shape)} mixed with "
+                f"DTensors on {spec.mesh!r}. Lay its module out first: "
+                "parallelize_module(model, mesh, plan), with {} as the plan where every "
+                "rank holds all of it, or `with promote_plain('replicate'):` where all "
+                "plain tensors are whole values."
+            )
         raise PlainOperand(
             f"{name}: got a plain tensor of shape {tuple(t.shape)} ({t.dtype}) mixed "
             f"with DTensors on {spec.mesh!r}; it could be a whole value or a shard. "

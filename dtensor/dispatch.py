@@ -107,7 +107,7 @@ def planned(op: Op) -> Handler:
                 return handler(func, *promoted(args, kwargs))
         if plan.moves:
             if plan.communicates:
-                judge(op.name, plan.text, 0, MEND, False)
+                judge(op.name, plan.text, plan.nbytes, MEND, False)
             args, kwargs = moved(plan, args, kwargs)
         if plan.rewrite is not None:
             args, kwargs = plan.rewrite(args, kwargs)

@@ -19,9 +19,9 @@ from dtensor.calls import (
 )
 from dtensor.errors import ShardingError
 from dtensor.placement import Replicate, show
-from dtensor.planning import Plan
+from dtensor.planning import Plan, plain_arguments
 from dtensor.policy import judge, promotes
-from dtensor.redistribute import alias, plain, transition
+from dtensor.redistribute import alias, transition
 from dtensor.registry import Handler
 from dtensor.running import MEND, check_target, into, moved
 from dtensor.spec import Spec, spec_of
@@ -71,8 +71,9 @@ def fallback(name: str, inplace: bool) -> Handler:
             args, kwargs = moved(plan, args, kwargs)
         elif inplace:
             check_target(name, args[0])
-        if isinstance(func, types.FunctionType):  # would see global shapes: plain ones
-            args, kwargs = _plain_arguments(args), _plain_arguments(kwargs)
+        # Python code would see global shapes, or save DTensors for its backward.
+        if isinstance(func, types.FunctionType) or ("::" in name and not inplace):
+            args, kwargs = plain_arguments(args), plain_arguments(kwargs)
         with NoTF():
             out = func(*args, **kwargs)
             if inplace and isinstance(args[0], DTensor):
@@ -104,17 +105,6 @@ def fallback(name: str, inplace: bool) -> Handler:
         return whole(out)
 
     return handler
-
-
-def _plain_arguments(x: Any) -> Any:
-    """Arguments with every DTensor as a plain alias of its shard."""
-    if isinstance(x, DTensor):
-        return plain(x)
-    if isinstance(x, dict):
-        return {k: _plain_arguments(v) for k, v in x.items()}
-    if type(x) in (list, tuple):
-        return type(x)(_plain_arguments(v) for v in x)
-    return x
 
 
 def _retype_whole(t: torch.Tensor, spec: Spec, shape: Sequence[int]) -> DTensor:

@@ -26,8 +26,9 @@ from dtensor.calls import (
 from dtensor.errors import ShardingError
 from dtensor.notation import Layout, Notation, solve
 from dtensor.placement import show
-from dtensor.redistribute import Transition, local_elements, transition
+from dtensor.redistribute import Transition, local_elements, plain, transition
 from dtensor.spec import Spec
+from dtensor.tensor import DTensor
 
 
 @dataclass(slots=True)
@@ -70,6 +71,7 @@ class Plan:
     moved_view: bool
     inplace: bool
     text: str
+    nbytes: float = 0.0
 
 
 def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -92,20 +94,25 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         shapes = n.shapes if n.shapes is not None else meta_shapes(func, args, kwargs)
         n = settled(n, operands, shapes, 0 if op.inplace else None)
     if n is None:
+        instead = (
+            "torch.where" if op.name == "setitem" else f"the out-of-place {op.name}"
+        )
         raise ShardingError(
             f"{op.name}_: in place, the result would need other placements than the "
-            f"target has, got operands {text} on {mesh!r}. Use the out-of-place "
-            f"{op.name}, or redistribute the target first: x = x.redistribute(...)."
+            f"target has, got operands {text} on {mesh!r}. Use {instead}, or "
+            "redistribute the target first: x = x.redistribute(...)."
         )
     if op.inplace and not n.many and tuple(n.shapes[0]) != tuple(operands[0].shape):
         raise ShardingError(
             f"{op.name}_: a DTensor keeps its shape, got {tuple(operands[0].shape)}, "
             f"which would become {tuple(n.shapes[0])}. Use the out-of-place {op.name}."
         )
-    moves = []
+    moves, nbytes = [], 0.0
     for o, places in zip(operands, n.ins, strict=True):
         if places != o.placements:
-            moves.append((o.path, transition(o.spec, o.spec.replace(places))))
+            move = transition(o.spec, o.spec.replace(places))
+            moves.append((o.path, move))
+            nbytes += move.elements * o.dtype.itemsize
     outs = [spec.replace(p, tuple(s)) for p, s in zip(n.outs, n.shapes, strict=True)]
     ins = [o.spec.replace(w) for o, w in zip(operands, n.ins, strict=True)]
     run, rewrite = n.run, n.rewrite
@@ -114,6 +121,8 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     else:
         run = run(ins, outs) if run is not None else None
         rewrite = rewrite(ins, outs) if rewrite is not None else None
+        if run is None and "::" in op.name and not op.inplace:
+            run = on_plain
         if not op.inplace and (n.view or op.name in SHARING):
             run = sticky(run)
     return Plan(
@@ -125,6 +134,7 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         moved_view=n.view and any(p == operands[0].path for p, _ in moves),
         inplace=op.inplace,
         text=text,
+        nbytes=nbytes,
     )
 
 
@@ -145,6 +155,23 @@ def settled(
         return None
     ins, outs = found
     return Layout(ins, outs, shapes, n.run, n.rewrite, n.view, n.many)
+
+
+def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a user's op on plain aliases: its backward mixes what it saved with plain
+    gradients, in Python and with torch functions on."""
+    return func(*plain_arguments(args), **plain_arguments(kwargs))
+
+
+def plain_arguments(x: Any) -> Any:
+    """Arguments with every DTensor as a plain alias of its shard."""
+    if isinstance(x, DTensor):
+        return plain(x)
+    if isinstance(x, dict):
+        return {k: plain_arguments(v) for k, v in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(plain_arguments(v) for v in x)
+    return x
 
 
 def outsider(outs: list[Spec], inplace: bool) -> Callable[..., Any]:

@@ -138,7 +138,13 @@ class DTensor(torch.Tensor):
         """A 0-dim replicated value formats as its number, everything else as repr."""
         if not self._spec.shape and not any(p.is_partial() for p in self.placements):
             return format(self.item(), spec)
-        return format(repr(self), spec)
+        if spec:
+            raise TypeError(
+                f"format: no format {spec!r} for a value that is not whole on every "
+                f"rank or not one number, got {self!r}. Write x.item() for a number "
+                "and x.full_tensor() for a tensor, on every rank: both communicate."
+            )
+        return repr(self)
 
     def __iter__(self) -> Iterator[Any]:
         """The slices along the first dim."""
@@ -398,6 +404,11 @@ def distribute_tensor(
 
     Bytes sent per rank: at most the tensor's (a broadcast).
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"distribute_tensor: expected a torch.Tensor, got {type(tensor).__name__}. "
+            "Write torch.as_tensor(x)."
+        )
     mesh = mesh_or_ambient("distribute_tensor", device_mesh)
     if placements is None:
         placements = (Replicate(),) * mesh.ndim

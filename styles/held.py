@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dtensor.errors import ShardingError
 from dtensor.mesh.device_mesh import DeviceMesh
@@ -40,6 +41,8 @@ class Held:
 
     def put(self, tensor: Tensor) -> None:
         """Hold another one in its place."""
+        if type(self.tensor) is nn.Parameter:
+            self.tensor._dtensor_replaced = True  # type: ignore[attr-defined]
         getattr(self.owner, self.table)[self.name] = tensor
         refresh_weights(self.owner)
 
@@ -162,3 +165,19 @@ def moved(what: str, full: str, old: DTensor, places: Sequence[Placement]) -> Te
         assert isinstance(old.grad, DTensor), "the gradient of a DTensor is one"
         new.grad = old.grad.redistribute(places).clone()
     return new
+
+
+def refuse_replaced(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Before a step: an optimizer that was made too early would train nothing."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = [p for p in held if type(p) is nn.Parameter]
+    lost = [p for p in held if p.grad is None and hasattr(p, "_dtensor_replaced")]
+    if lost:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step: holds parameters that were replaced when "
+            f"their module was laid out, got {len(lost)} of {len(held)}, expected those "
+            "of the module as it is now. Make the optimizer after parallelize_module."
+        )
+
+
+register_optimizer_step_pre_hook(refuse_replaced)
