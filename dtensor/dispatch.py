@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as NoTF
 
 from dtensor.calls import NoRule, PlainOperand, first_spec, promoted
 from dtensor.fallback import fallback
+from dtensor.keywords import by_signature
 from dtensor.planning import Op, make_plan
 from dtensor.policy import judge, promotes
 from dtensor.registry import Handler
@@ -72,6 +73,8 @@ def planned(op: Op) -> Handler:
     numbers = op.numbers
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs:
+            args, kwargs = by_signature(func, args, kwargs)
         key: list[Any] = [func]
         spec = None
         try:

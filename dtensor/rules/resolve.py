@@ -12,6 +12,7 @@ from dtensor.calls import name_of
 from dtensor.dispatch import planned
 from dtensor.errors import ShardingError
 from dtensor.fallback import fallback
+from dtensor.keywords import by_signature
 from dtensor.opened import opened
 from dtensor.redistribute import plain
 from dtensor.registry import HANDLERS, Handler
@@ -99,6 +100,17 @@ VALUES = set(
 )
 
 
+def in_order(handler: Handler) -> Handler:
+    """A handler that gets named arguments in the order of the op's signature."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs:
+            args, kwargs = by_signature(func, args, kwargs)
+        return handler(func, args, kwargs)
+
+    return run
+
+
 def resolve(func: Any) -> Handler:
     """Find the handler of a torch function; the order of the tests matters."""
     name = name_of(func)
@@ -116,7 +128,7 @@ def resolve(func: Any) -> Handler:
         inplace = name.endswith("_") and not name.endswith("__")
         base = name[:-1] if inplace else name
     op = rule_of(base, inplace)
-    gathered = fallback(name, inplace)
+    gathered = in_order(fallback(name, inplace))
     if name in RANDOM_BODIES.split():
         return randomness.gathered_random(gathered)
     if isinstance(func, types.FunctionType):
@@ -125,17 +137,17 @@ def resolve(func: Any) -> Handler:
             return addends_first(opened(func, again))
         return opened(func, again)
     if name in RANDOM_FILL.split():
-        return randomness.random_fill
+        return in_order(randomness.random_fill)
     if base in RANDOM_LIKE.split():
         return randomness.random_like
     if base == "dropout":
         return randomness.dropout
     if base == "_weight_norm":
-        return weight_norm
+        return in_order(weight_norm)
     if name in RANDOM_OTHER.split():
         return randomness.gathered_random(gathered)
     if base == "_foreach_norm":
-        return foreach_norm(gathered)
+        return in_order(foreach_norm(gathered))
     if base == "scaled_dot_product_attention" and op is not None:
         return randomness.attention(planned(op), randomness.gathered_random(gathered))
     if op is not None:
