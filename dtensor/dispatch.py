@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
-from dtensor.calls import NoRule, PlainOperand, first_spec, promoted
+from dtensor.calls import NoRule, PlainOperand, first_spec, promoted, tensors_in
 from dtensor.fallback import fallback
 from dtensor.keywords import by_signature
 from dtensor.planning import Op, make_plan
@@ -70,7 +70,7 @@ def frozen(x: Any, numbers: bool) -> Any:
 
 def planned(op: Op) -> Handler:
     """The handler of an op that has a rule."""
-    numbers = op.numbers
+    numbers, dtypes = op.numbers, op.dtypes
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs:
@@ -93,6 +93,8 @@ def planned(op: Op) -> Handler:
                 for k, x in kwargs.items():
                     key.append(k)
                     key.append(frozen(x, numbers))
+            if dtypes:
+                key.extend(t.dtype for _, t in tensors_in(args, kwargs))
             if spec is None:
                 spec = first_spec(args, kwargs)
             plans, whole = spec.plans, tuple(key)

@@ -41,12 +41,14 @@ class Op:
         numbers: Whether the rule reads integers (sizes, dims); where it does not,
             they stay out of the cache key. Floats never enter it.
         inplace: Whether the first operand is written.
+        dtypes: Whether the rule reads the operands' dtypes; they are in the key then.
     """
 
     name: str
     rule: Rule
     numbers: bool
     inplace: bool
+    dtypes: bool = False
 
 
 @dataclass(slots=True)

@@ -56,3 +56,32 @@ def test_arguments_may_be_named_in_any_order(name: str) -> None:
             x, y = laid(a, p), laid(b, Shard(1))
             if name != "relu_" or not p.is_partial():
                 same(NAMED[name](x, y), want, (name, p))
+
+
+@ranks(2)
+def test_a_plan_for_one_dtype_is_none_for_another() -> None:
+    """Rounding to whole numbers is not linear, whatever was called before."""
+    x = gen(4, 4) * 4
+    whole = x.long()
+    fns: list[Callable[[Any], Any]] = [
+        lambda a: a.sum(0, dtype=torch.int64),
+        lambda a: a.cumsum(0, dtype=torch.int64),
+    ]
+    with redistribution("allow"):
+        for fn in fns:
+            same(fn(laid(whole, Partial())), fn(whole))
+            same(fn(laid(x, Partial())), fn(x))
+        for p in (Partial(), AVG):
+            for model in (x, whole):
+                same(laid(x, p).type_as(laid(model, Replicate())), x.type_as(model))
+                same(laid(x, p).to(laid(model, Replicate())), x.to(model))
+
+
+@ranks(2)
+def test_a_sum_to_bool_has_no_addends() -> None:
+    """``sum(dtype=bool)`` asks whether any is not zero."""
+    x = gen(4, 4) > 0
+    with redistribution("allow"):
+        for p in PLACES[:3]:
+            got = laid(x, p).sum(0, dtype=torch.bool)
+            same(got, x.sum(0, dtype=torch.bool), p)

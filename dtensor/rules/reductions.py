@@ -67,11 +67,13 @@ def summed(call: Call) -> Notation:
     """``sum``: sharded dims leave addends, linear."""
     dims, keep = reduce_args(call, 1, 2)
     n = first(call).ndim
+    truth = call.kwargs.get("dtype") == torch.bool  # whether any: no addends
     return Notation(
         [tuple(range(n))],
         [out_letters(n, dims, keep)],
-        contracted=set(dims),
-        linear=[] if whole_numbers(call) else [{0}],
+        whole=set(dims) if truth else set(),
+        contracted=set() if truth else set(dims),
+        linear=[] if truth or whole_numbers(call) else [{0}],
     )
 
 

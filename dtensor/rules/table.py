@@ -45,6 +45,8 @@ from dtensor.rules.reductions import (
 RULES: dict[str, Rule] = {}
 # Ops whose rule does not read integers: they stay out of the cache key.
 NUMBERLESS: set[str] = set()
+# Ops whose rule reads dtypes: a sum that rounds to whole numbers, a cast, is not linear.
+TYPED = set("copy _foreach_copy cumsum nansum sum to type type_as".split())
 
 
 def by_notation(text: str, linear: bool = False) -> Rule:
@@ -244,7 +246,9 @@ def rule_of(name: str, inplace: bool) -> Op | None:
     rule = RULES.get(name)
     if rule is None:
         return None
-    return Op(name, rule, name not in NUMBERLESS, inplace)
+    ours = getattr(rule, "__module__", "").partition(".")[0] == "dtensor"
+    typed = name in TYPED or not ours  # a user's rule may read anything
+    return Op(name, rule, name not in NUMBERLESS, inplace, typed)
 
 
 # ---- random ops: see randomness.py -----------------------------------------------
