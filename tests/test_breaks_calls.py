@@ -85,3 +85,32 @@ def test_a_sum_to_bool_has_no_addends() -> None:
         for p in PLACES[:3]:
             got = laid(x, p).sum(0, dtype=torch.bool)
             same(got, x.sum(0, dtype=torch.bool), p)
+
+
+@ranks(2)
+def test_the_norm_of_float16_gradients_does_not_overflow() -> None:
+    """A norm over 256 has no square in float16: clipping would zero the gradients."""
+    x = (gen(8, 4) * 100).half()
+    z = torch.complex(gen(4), gen(4, seed=1))
+    for p in PLACES:
+        got = torch._foreach_norm([laid(x, p)], 2)[0]
+        assert abs(float(got) / float(x.float().norm()) - 1) < 0.01
+    for q in (Shard(0), Replicate()):
+        w = laid(x, q).requires_grad_()
+        w.grad = laid(x, q)
+        total = torch.nn.utils.clip_grad_norm_([w], 1.0)
+        assert torch.isfinite(total).item()
+        assert abs(float(w.grad.float().norm()) - 1) < 0.01
+        same(torch._foreach_norm([laid(z, q)], 2)[0], z.norm())
+
+
+@ranks(2)
+def test_foreach_takes_a_tensor_for_alpha() -> None:
+    """SGD with a tensor as lr and foreach hands it over as ``alpha=``."""
+    v = gen(4, 4)
+    w, plain = laid(v, Shard(0)).requires_grad_(), v.clone().requires_grad_()
+    for p in (w, plain):
+        p.square().sum().backward()  # type: ignore[no-untyped-call]
+        lr = torch.tensor(0.1, dtype=torch.float64)
+        torch.optim.SGD([p], lr=lr, foreach=True).step()
+    same(w, plain)

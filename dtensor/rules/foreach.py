@@ -36,7 +36,12 @@ def foreach(element: Callable[[Call], Any]) -> Callable[[Call], Layout | None]:
             for o in call.operands
             if len(o.path) == 1 and o.path[0] != 0
         }
-        wanted: dict[Path, Placements] = {}
+        # alpha= may be a tensor of one number.
+        wanted: dict[Path, Placements] = {
+            o.path: o.spec.replicated().placements
+            for o in call.operands
+            if isinstance(o.path[0], str)
+        }
         outs: list[Placements] = []
         shapes = []
         for i in range(count):
@@ -86,6 +91,8 @@ def fused_optimizer(call: Call) -> Layout | None:
 
 def local_powers(tensors: list[T], order: float) -> T:
     """One entry per tensor: sum of |x|**order of its shard, or max for infinity."""
+    if tensors[0].dtype in (torch.float16, torch.bfloat16):
+        tensors = [t.float() for t in tensors]  # a square of 256 is not in float16
     if order == float("inf"):
         parts = [t.abs().max() if t.numel() else t.new_zeros(()).abs() for t in tensors]
     elif order == 2.0:
@@ -124,8 +131,6 @@ def foreach_norm(fallback: Handler) -> Handler:
             for dtype in dict.fromkeys(t.dtype for t in locals_):
                 at = [i for i, t in enumerate(locals_) if t.dtype == dtype]
                 powers = local_powers([locals_[i] for i in at], float(order))
-                if dtype in (torch.float16, torch.bfloat16):
-                    powers = powers.float()
                 for axis in range(spec.mesh.ndim):
                     cut = [reduced[i][1].placements[axis].is_shard() for i in at]
                     if spec.mesh.shape[axis] == 1 or not any(cut):
@@ -139,7 +144,7 @@ def foreach_norm(fallback: Handler) -> Handler:
                     powers = powers.pow(1.0 / order)
                 norms = spec_of(spec.mesh, spec.replicated().placements, (), spec.world)
                 for k, i in enumerate(at):
-                    out[i] = typed(powers[k].to(dtype).clone(), norms)
+                    out[i] = typed(powers[k].to(dtype.to_real()).clone(), norms)
         return out
 
     return handler
