@@ -8,6 +8,7 @@ one after another before they are sent, or joined after they have come.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -28,7 +29,7 @@ def scatter(
     inner = _inner(x, dim)
     counts = [n * inner for n in sizes]
     flat = comm.reduce_scatter(_cut(x, dim, sizes), counts, op)
-    return flat.view(_shape(x, dim, sizes[comm.rank]))
+    return shaped(flat, _shape(x, dim, sizes[comm.rank]))
 
 
 def transpose(
@@ -51,7 +52,16 @@ def transpose(
 def shift(x: torch.Tensor, comm: Communicator, shift: int) -> torch.Tensor:
     n = comm.size
     dest, source = (comm.rank + shift) % n, (comm.rank - shift) % n
-    return comm.permute(x, dest, source, x.numel()).view(x.shape)
+    return shaped(comm.permute(x, dest, source, x.numel()), x.shape)
+
+
+def shaped(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A fresh buffer in its shape; no view to autograd.
+
+    What a Function returns as a view must not be written in place, and whether a
+    gathered tensor is one would depend on the length of this rank's shard.
+    """
+    return torch.ops.aten._unsafe_view(flat, list(shape))  # type: ignore[no-any-return]
 
 
 def _cut(x: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -67,14 +77,14 @@ def _join(
 ) -> torch.Tensor:
     """Pieces of ``shape`` but for ``dim``, laid one after another, as one tensor."""
     if math.prod(shape[:dim]) == 1:
-        return flat.view([*shape[:dim], sum(sizes), *shape[dim + 1 :]])
+        return shaped(flat, [*shape[:dim], sum(sizes), *shape[dim + 1 :]])
     inner = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
     pieces = flat.split_with_sizes([n * inner for n in sizes])
-    shaped = [
+    blocks = [
         piece.view([*shape[:dim], n, *shape[dim + 1 :]])
         for piece, n in zip(pieces, sizes, strict=True)
     ]
-    return torch.cat(shaped, dim)
+    return torch.cat(blocks, dim)
 
 
 def _inner(x: torch.Tensor, dim: int) -> int:
