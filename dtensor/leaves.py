@@ -89,15 +89,21 @@ def settle(grads: Sequence[T], specs: Sequence[Spec]) -> list[T]:
         comm = communicator_in(spec.world, spec.mesh, axis)
         if len(members) == 1:
             i = members[0]
-            out[i] = functional.all_reduce(out[i], comm)
+            out[i] = unviewed(functional.all_reduce(out[i], comm))
             continue
         flat = functional.all_reduce(
             torch.cat([out[i].reshape(-1) for i in members]), comm
         )
         pieces = torch.split(flat, [out[i].numel() for i in members])
         for i, piece in zip(members, pieces, strict=True):
-            out[i] = piece.view(out[i].shape)
+            out[i] = unviewed(piece, out[i].shape)
     return out
+
+
+def unviewed(fresh: T, shape: Sequence[int] | None = None) -> T:
+    """A fresh tensor, no view to autograd: ``p.grad.detach_()`` is legal."""
+    shape = fresh.shape if shape is None else shape
+    return torch.ops.aten._unsafe_view(fresh, shape)  # type: ignore[no-any-return]
 
 
 class Bucket:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from guard_helpers import gen, ranks, same
+import pytest
+import torch
+from guard_helpers import gen, lay, ranks, same
 from op_harness import place
 
 from dtensor import (
@@ -36,3 +38,18 @@ def test_what_was_redistributed_may_be_written_on_every_rank() -> None:
                 )
                 y.mul_(2.0)
                 same(y, v * 2, (rows, src, dst))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@ranks(2)
+def test_gradients_of_a_bucket_can_be_detached_in_place() -> None:
+    """``zero_grad(set_to_none=False)`` after create_graph, and ``p.grad.detach_()``."""
+    for create in (False, True):
+        ws = [lay(gen(3, seed=s), Replicate()).requires_grad_() for s in range(3)]
+        x = lay(gen(6, 3), Shard(0))
+        sum((x * w * w).sum() for w in ws).backward(create_graph=create)  # type: ignore[union-attr]
+        torch.optim.SGD(ws, lr=0.1).zero_grad(set_to_none=False)
+        for w in ws:
+            assert w.grad is not None
+            w.grad.detach_()
+            same(w.grad, torch.zeros(3, dtype=torch.float64))
