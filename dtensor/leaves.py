@@ -42,7 +42,8 @@ def no_grad_sync() -> Iterator[None]:
     """Leave the gradients of replicated leaves Partial while micro-batches add up.
 
     Backward passes inside add this rank's addends to ``.grad`` (which then reads as
-    Partial) and reduce nothing; the first backward outside reduces the whole sum.
+    Partial) and reduce nothing; the first backward outside reduces the whole sum. Leaves
+    placed ``Partial("avg")`` are reduced each time: their addends have no placement.
 
     Example:
         >>> with no_grad_sync():
@@ -199,7 +200,7 @@ def watch_leaf(leaf: DTensor) -> None:
         leaf = ref()
         if leaf is None or leaf.__dict__.get("_capturing") or _is_settled(leaf._spec):
             return
-        if not _SYNC.get():
+        if not _SYNC.get() and Partial("avg") not in leaf._spec.placements:
             _make_dual(leaf)
             return
         task = torch._C._current_graph_task_id()

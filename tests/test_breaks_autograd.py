@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from guard_helpers import gen, lay, ranks, same
+from guard_helpers import gen, lay, line, ranks, same
 from op_harness import place
 
 from dtensor import (
@@ -15,11 +15,29 @@ from dtensor import (
     Replicate,
     Shard,
     init_device_mesh,
+    no_grad_sync,
     redistribution,
 )
 
 AVG = Partial("avg")
 ALL: tuple[Any, ...] = (Shard(0), Shard(1), Replicate(), Partial(), AVG)
+
+
+@ranks(2)
+def test_the_gradient_of_an_average_reads_right_in_no_grad_sync() -> None:
+    """Its local addends are n-ths: as a Replicate they would read n times too small."""
+    v = gen(4, 3)
+    for p in ALL:
+        w, plain = place(v, line(), (p,)).requires_grad_(), v.clone().requires_grad_()
+        for n in range(4):
+            (plain * plain).sum().backward()  # type: ignore[no-untyped-call]
+            with redistribution("allow"):
+                if n == 2:
+                    (w * w).sum().backward()  # type: ignore[no-untyped-call]
+                else:
+                    with no_grad_sync():
+                        (w * w).sum().backward()  # type: ignore[no-untyped-call]
+            same(w.grad, plain.grad, (p, n))  # type: ignore[arg-type]
 
 
 @ranks(4)
