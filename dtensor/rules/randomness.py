@@ -20,6 +20,7 @@ from dtensor.errors import ShardingError
 from dtensor.placement import Replicate
 from dtensor.redistribute import plain, transition
 from dtensor.registry import Handler
+from dtensor.running import check_target
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor, typed
 
@@ -69,6 +70,7 @@ def random_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             f"{func.__name__}: parameters must be numbers, got a tensor. Use the "
             "out-of-place op on DTensors."
         )
+    check_target(func.__name__, x)
     spec = x._spec
     if spec.coordinate is None:
         return x
@@ -124,6 +126,8 @@ def dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: p is a probability, got {p}, expected 0 to 1.")
     inplace = func.__name__.endswith("_")
+    if inplace:
+        check_target("dropout_", x)
     if not train or p == 0:
         return x if inplace else x.clone()
     spec = x._spec
