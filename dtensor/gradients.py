@@ -64,6 +64,12 @@ def _seed(out: Any, given: T | None, what: str) -> T | None:
         return one
 
 
+def _zeros(x: T) -> T:
+    """The gradient of an unused tensor, placed as the tensor is."""
+    zero = torch.zeros_like(x)
+    return redistributed(zero, x._spec) if isinstance(x, DTensor) else zero  # type: ignore[arg-type]
+
+
 def lead(spec: Spec) -> bool:
     """Whether this rank speaks for its copies: coordinate 0 on replicated axes."""
     at = spec.coordinate or (1,) * spec.mesh.ndim
@@ -224,7 +230,6 @@ def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             results[i] = typed(alias(g) if g is results[i] else g, wanted[i]._spec)
     if materialize:
         results = [
-            torch.zeros_like(x) if g is None else g
-            for x, g in zip(wanted, results, strict=True)
+            _zeros(x) if g is None else g for x, g in zip(wanted, results, strict=True)
         ]
     return dict(zip(keys, results, strict=True)) if keys is not None else tuple(results)

@@ -71,3 +71,15 @@ def test_gradients_of_a_bucket_can_be_detached_in_place() -> None:
             assert w.grad is not None
             w.grad.detach_()
             same(w.grad, torch.zeros(3, dtype=torch.float64))
+
+
+@ranks(2)
+def test_materialized_gradients_lie_as_their_tensors_do() -> None:
+    """Zeros for an unused Partial tensor were Replicate."""
+    used = lay(gen(3), Replicate()).requires_grad_()
+    for p in (Replicate(), Partial(), Shard(0)):
+        unused = place(gen(4), line(), (p,)).requires_grad_()
+        loss = (used * used).sum()
+        g = torch.autograd.grad(loss, [used, unused], materialize_grads=True)[1]
+        assert g.placements == (p,)  # type: ignore[attr-defined]
+        same(g, torch.zeros(4, dtype=torch.float64))
