@@ -8,6 +8,7 @@ from dtensor.collectives.communicator import CollectiveError
 from dtensor.collectives.counter import count_collectives
 from dtensor.collectives.simulate import simulate
 from dtensor.errors import ShardingError
+from dtensor.explain import calibrate, explain
 from dtensor.factories import arange, empty, full, ones, rand, randn, zeros
 from dtensor.leaves import no_grad_sync
 from dtensor.mesh.ambient import current_mesh, use_mesh
@@ -62,11 +63,13 @@ __all__ = [
     "Shard",
     "ShardingError",
     "arange",
+    "calibrate",
     "count_collectives",
     "current_mesh",
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "full",
     "full_state_dict",
     "get_rank",

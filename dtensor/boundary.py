@@ -29,20 +29,22 @@ import torch
 
 from dtensor.collectives import functional
 from dtensor.collectives.communicator import Communicator
+from dtensor.collectives.reductions import reduction
 from dtensor.collectives.registry import communicator_of
 from dtensor.errors import ShardingError
 from dtensor.mesh.chunks import chunk_sizes
 from dtensor.mesh.device_mesh import DeviceMesh
+from dtensor.moves import alias, lay_addends, plain, reduce_all
 from dtensor.placement import (
     Partial,
     Placements,
     PlacementsLike,
     Replicate,
     Shard,
+    axes_of,
     placements_of,
     show,
 )
-from dtensor.redistribute import alias, plain
 from dtensor.spec import Spec, block_of, spec_of
 
 if TYPE_CHECKING:
@@ -191,18 +193,23 @@ def full_out(
     if spec.coordinate is None:
         return alias(local)
     mesh, as_local = spec.mesh, []
-    for axis, p in enumerate(spec.placements):
+    for axis, p in reversed(list(enumerate(spec.placements))):
         if isinstance(p, Partial) and mesh.shape[axis] > 1:
             comm = spec.comm(axis)
             if addend[axis]:
-                local = functional.all_reduce(local, comm, p.reduce_op)
+                local = reduce_all(local, comm, p.reduce_op)
+                continue
+            if not p.linear:
+                local = reduce_all(local, comm, p.reduce_op)
+                as_local.append(axis)
                 continue
             if p.reduce_op == "avg":
                 local = local / mesh.shape[axis]
             local = functional.all_reduce_identity(local, comm)
         elif isinstance(p, Replicate) and not addend[axis] and mesh.shape[axis] > 1:
             as_local.append(axis)
-    for axis in reversed(range(mesh.ndim)):
+    cut = [a for d in range(spec.ndim) for a in reversed(axes_of(spec.placements, d))]
+    for axis in cut:
         p = spec.placements[axis]
         if isinstance(p, Shard) and mesh.shape[axis] > 1:
             comm = spec.comm(axis)
@@ -239,12 +246,13 @@ def check_dtype(what: str, dtype: torch.dtype, placements: Placements) -> None:
     """Refuse Partial placements that have no meaning for the dtype."""
     for p in placements:
         if isinstance(p, Partial):
-            exact = not (dtype.is_floating_point or dtype.is_complex)
-            if dtype == torch.bool or exact and p.reduce_op == "avg":
+            try:
+                reduction(what, p.reduce_op, dtype)
+            except TypeError as e:
                 raise ShardingError(
                     f"{what}: {p} has no meaning for {dtype}. Convert first: "
-                    "x.to(torch.float32) or x.to(torch.int64)."
-                )
+                    f"x.to(torch.float32) or x.to(torch.int64). ({e})"
+                ) from None
 
 
 def scatter(tensor: torch.Tensor, spec: Spec, src: int | None) -> torch.Tensor:
@@ -263,11 +271,9 @@ def scatter(tensor: torch.Tensor, spec: Spec, src: int | None) -> torch.Tensor:
         tensor = comm.broadcast(tensor, src)
     piece = tensor
     for dim in range(spec.ndim):
-        offset, length = spec.block(dim, mesh.ndim)
+        offset, length = spec.block(dim)
         piece = piece.narrow(dim, offset, length)
-    for axis, p in enumerate(spec.placements):
-        if p == Partial() and spec.coordinate[axis] != 0:
-            piece = torch.zeros_like(piece)
+    piece = lay_addends(piece, spec)
     return piece.clone(memory_format=torch.contiguous_format)
 
 
@@ -339,7 +345,7 @@ def _agreed_shape(
     if shape is None:
         sizes = []
         for dim in range(local.ndim):
-            axes = [a for a, p in enumerate(places) if p == Shard(dim)]
+            axes = axes_of(places, dim)
             total = 0
             for c, s in zip(coordinates, shapes, strict=True):
                 assert c is not None, "every listed rank is a member"

@@ -13,7 +13,8 @@ import torch
 
 from dtensor.boundary import check_dtype
 from dtensor.mesh.device_mesh import DeviceMesh
-from dtensor.placement import Partial, PlacementsLike, Replicate, placements_of
+from dtensor.moves import lay_addends
+from dtensor.placement import PlacementsLike, Replicate, placements_of
 from dtensor.redistribute import transition
 from dtensor.rules.randomness import agreed_seed
 from dtensor.spec import Spec, spec_of
@@ -47,13 +48,9 @@ def _spec(
 
 
 def _finished(what: str, local: torch.Tensor, spec: Spec, needs_grad: bool) -> DTensor:
-    """Addends: the value on the lead of a summing axis, zero elsewhere."""
+    """Addends of the value where the placements have addends."""
     check_dtype(what, local.dtype, spec.placements)
-    at = spec.coordinate or ()
-    for c, p in zip(at, spec.placements, strict=False):
-        if p == Partial() and c != 0:
-            local = torch.zeros_like(local)
-    out = typed(local, spec)
+    out = typed(lay_addends(local, spec), spec)
     if needs_grad:
         out.requires_grad_(True)
     return out
@@ -255,7 +252,7 @@ def arange(
     whole = torch.arange(*bounds, dtype=dtype, device=_device(spec, device))
     if spec.coordinate is None:
         return _finished("arange", whole.new_empty(0), spec, requires_grad)
-    offset, size = spec.block(0, spec.mesh.ndim)
+    offset, size = spec.block(0)
     return _finished(
         "arange", whole.narrow(0, offset, size).clone(), spec, requires_grad
     )

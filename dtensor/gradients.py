@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass as NoTF
 
 from dtensor.errors import ShardingError
 from dtensor.leaves import settle
-from dtensor.placement import Partial
+from dtensor.placement import Partial, is_linear
 from dtensor.redistribute import alias, plain
 from dtensor.registry import handles
 from dtensor.spec import Spec
@@ -101,6 +101,10 @@ def _run(outputs: list[Any], seeds: list[Any], *options: Any, **more: Any) -> An
 def _prepared(outputs: Any, seeds: Any, what: str) -> tuple[list[Any], list[Any]]:
     outs = _listed(outputs)
     given = _listed(seeds) or [None] * len(outs)
+    for i, (out, seed) in enumerate(zip(outs, given, strict=False)):
+        if isinstance(out, DTensor) and not is_linear(out._spec.placements):
+            if seed is None or isinstance(seed, DTensor):  # of the value, not addends
+                outs[i] = redistributed(out, out._spec.replicated())
     if len(given) != len(outs):
         raise RuntimeError(
             f"{what}: got {len(outs)} tensors and {len(given)} gradients, expected "
@@ -198,6 +202,8 @@ def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     outs, seeds = _prepared(given["outputs"], given.get("grad_outputs"), "grad")
     materialize = bool(given.get("materialize_grads", False))
     captured = [x for x in wanted if isinstance(x, DTensor)]
+    for x in captured:
+        x._spec.dual()  # refuses what has no gradient of its own
     for x in captured:
         x.__dict__["_capturing"] = x.__dict__.get("_capturing", 0) + 1
     try:

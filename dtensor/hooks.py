@@ -53,6 +53,7 @@ def _register_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, DTensor):
         raise TypeError("register_hook: expected a DTensor")
     spec = x._spec
+    spec.dual()  # refuses what has no gradient of its own
 
     def typed_hook(g: T) -> T | None:
         return uncotangent(hook(cotangent(g, spec)), spec, "register_hook")
@@ -103,6 +104,7 @@ def _post_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles(T.retain_grad)
 def _retain_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    args[0]._spec.dual()  # refuses what has no gradient of its own
     if average(args[0]._spec) != 1:
         raise ShardingError(
             f"retain_grad: the gradient of an average cannot be kept, got {args[0]!r}. "

@@ -191,6 +191,7 @@ def watch_leaf(leaf: DTensor) -> None:
     state = leaf.__dict__
     if "_leaf_number" in state:
         return
+    leaf._spec.dual()  # refuses what has no gradient of its own
     memo = leaf._spec.world.memo
     state["_leaf_number"] = memo["leaves"] = memo.get("leaves", 0) + 1
     state["_in_bucket"] = None
@@ -234,6 +235,8 @@ def _make_dual(leaf: DTensor) -> None:
 
 @handles(T.requires_grad_)
 def _requires_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if (*args[1:], *kwargs.values(), True)[0]:
+        args[0]._spec.dual()  # refuses what has no gradient of its own
     with NoTF():
         func(*args, **kwargs)
     x = args[0]
@@ -243,6 +246,8 @@ def _requires_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles(RAW.requires_grad.__set__)
 def _set_requires_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    if args[1] and isinstance(args[0], DTensor):
+        args[0]._spec.dual()  # refuses what has no gradient of its own
     with NoTF():
         func(*args, **kwargs)
     _watch_if_leaf(args[0])

@@ -14,9 +14,16 @@ from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtensor.costs import costs_of
 from dtensor.mesh.device_mesh import DeviceMesh
-from dtensor.placement import Partial, Placement, Placements, Replicate, Shard
-from dtensor.redistribute import LATENCY, SECONDS_PER_BYTE
+from dtensor.placement import (
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    normal,
+)
 
 Letters = tuple[Hashable, ...]
 R = Replicate()
@@ -42,6 +49,8 @@ class Notation:
             ``rewrite(ins, outs)(args, kwargs) -> (args, kwargs)``.
         view: Whether the result shares memory with the first operand.
         many: Whether the op returns a sequence, even of one result.
+        copies: Whether elements come out as they went in, so that addends of every
+            reduction may stay addends; so of a linear view in any case.
     """
 
     ins: Sequence[Letters]
@@ -55,6 +64,12 @@ class Notation:
     rewrite: Callable[..., Any] | None = None
     view: bool = False
     many: bool = False
+    copies: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether the op only moves elements about."""
+        return self.copies or self.view and bool(self.linear)
 
 
 @dataclass(slots=True)
@@ -85,19 +100,19 @@ class Row:
     outs: tuple[Placement, ...]
 
 
-def letter_row(n: Notation, letter: Hashable) -> Row:
-    """The row in which ``letter`` is sharded over the axis."""
+def letter_row(n: Notation, letter: Hashable, depth: int | None = None) -> Row:
+    """The row in which ``letter`` is sharded over the axis, at a nesting depth."""
     summed = letter in n.contracted
     ins: list[Placement] = []
     for i, sub in enumerate(n.ins):
         if letter in sub:
-            ins.append(Shard(sub.index(letter)))
+            ins.append(Shard(sub.index(letter), depth))
         else:
             ins.append(Partial() if summed and i in n.affine else R)
     outs: list[Placement] = []
     for sub in n.outs:
         if letter in sub:
-            outs.append(Shard(sub.index(letter)))
+            outs.append(Shard(sub.index(letter), depth))
         else:
             outs.append(Partial() if summed else R)
     return Row(tuple(ins), tuple(outs))
@@ -105,13 +120,13 @@ def letter_row(n: Notation, letter: Hashable) -> Row:
 
 def rows_for(n: Notation, current: Sequence[Placement]) -> list[Row]:
     """The legal rows that what the operands have now suggests, in fixed order."""
-    letters: list[Hashable] = []
+    letters: list[tuple[Hashable, int | None]] = []
     for sub, p in zip(n.ins, current, strict=True):
         if isinstance(p, Shard):
-            letter = sub[p.dim]
-            if letter not in n.whole and letter not in letters:
+            letter = sub[p.dim], p.depth
+            if letter[0] not in n.whole and letter not in letters:
                 letters.append(letter)
-    rows = [letter_row(n, letter) for letter in letters]
+    rows = [letter_row(n, letter, depth) for letter, depth in letters]
     rows.extend(partial_rows(n, current))
     rows.append(Row((R,) * len(n.ins), (R,) * len(n.outs)))
     return rows
@@ -124,7 +139,7 @@ def partial_rows(n: Notation, current: Sequence[Placement]) -> Iterable[Row]:
         if len(kinds) != 1:
             continue
         kind = next(iter(kinds))
-        if isinstance(kind, Partial):
+        if isinstance(kind, Partial) and (kind.linear or n.moves):
             ins = tuple(
                 kind if i in group or i in n.affine else R for i in range(len(n.ins))
             )
@@ -132,7 +147,13 @@ def partial_rows(n: Notation, current: Sequence[Placement]) -> Iterable[Row]:
 
 
 def move_cost(
-    src: Placement, dst: Placement, nbytes: float, parts: int, affine: bool
+    src: Placement,
+    dst: Placement,
+    nbytes: float,
+    parts: int,
+    affine: bool,
+    latency: float,
+    seconds_per_byte: float,
 ) -> float:
     """Modelled seconds to bring one operand from ``src`` to ``dst`` on one axis."""
     if src == dst:
@@ -145,15 +166,14 @@ def move_cost(
         return 1e-7 if isinstance(dst, Shard) or affine else math.inf
     if isinstance(dst, Partial):
         if isinstance(src, Partial):
-            return 1e-7
-        if not affine:
-            return math.inf
-        dst = R  # gathered, then kept on one rank
-    share = (parts - 1) / parts * SECONDS_PER_BYTE
+            linear = src.linear and dst.linear
+            return 1e-7 if linear else latency + 2 * nbytes * seconds_per_byte
+        return 1e-7 if affine else math.inf  # padded with zeros
+    share = (parts - 1) / parts * seconds_per_byte
     if isinstance(dst, Replicate):
         gathered = nbytes * parts if isinstance(src, Shard) else 2 * nbytes
-        return LATENCY + gathered * share
-    return LATENCY + nbytes * share
+        return latency + gathered * share
+    return latency + nbytes * share
 
 
 def solve(
@@ -179,6 +199,7 @@ def solve(
     """
     ins: list[list[Placement]] = [[] for _ in n.ins]
     outs: list[list[Placement]] = [[] for _ in n.outs]
+    costs = costs_of(mesh)
     for axis in range(mesh.ndim):
         now = [c[axis] for c in current]
         parts = mesh.shape[axis]
@@ -189,7 +210,15 @@ def solve(
             ):
                 continue
             cost = sum(
-                move_cost(src, dst, size, parts, i in n.affine)
+                move_cost(
+                    src,
+                    dst,
+                    size,
+                    parts,
+                    i in n.affine,
+                    costs.latency[axis],
+                    costs.seconds_per_byte[axis],
+                )
                 for i, (src, dst, size) in enumerate(
                     zip(now, row.ins, nbytes, strict=True)
                 )
@@ -202,7 +231,7 @@ def solve(
             ins[i].append(p)
         for i, p in enumerate(best.outs):
             outs[i].append(p)
-    return [tuple(p) for p in ins], [tuple(p) for p in outs]
+    return [normal(tuple(p)) for p in ins], [normal(tuple(p)) for p in outs]
 
 
 def parse(rule: str, linear: bool = False) -> Notation:

@@ -19,7 +19,15 @@ from dtensor.collectives.registry import communicator
 from dtensor.mesh.chunks import chunk_offset, chunk_sizes
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.mesh.world import World, current_world
-from dtensor.placement import Placement, Placements, Replicate, Shard, dual, show
+from dtensor.placement import (
+    Placement,
+    Placements,
+    Replicate,
+    axes_of,
+    dual,
+    normal,
+    show,
+)
 
 _LOCK = threading.Lock()
 
@@ -107,14 +115,19 @@ class Spec:
             self.memo["replicated"] = found
         return found
 
-    def block(self, dim: int, axes: int) -> tuple[int, int]:
-        """This rank's (offset, length) on ``dim`` after the first ``axes`` axes."""
+    def block(self, dim: int, axis: int | None = None) -> tuple[int, int]:
+        """The (offset, length) of ``dim`` that ``axis`` cuts, or would cut next.
+
+        That is what the axes outside of it leave on this rank; where it does not cut
+        the dim, or is None, it is this rank's own piece.
+        """
         return block_of(
             self.shape[dim],
             dim,
-            self.placements[:axes],
+            self.placements,
             self.mesh.shape,
             self.coordinate or (0,) * self.mesh.ndim,
+            axis,
         )
 
     def comm(self, axis: int) -> Communicator:
@@ -124,9 +137,8 @@ class Spec:
     def shards(self, dim: int) -> int:
         """Number of pieces that ``dim`` is cut into, over all axes."""
         n = 1
-        for axis, p in enumerate(self.placements):
-            if p == Shard(dim):
-                n *= self.mesh.shape[axis]
+        for axis in axes_of(self.placements, dim):
+            n *= self.mesh.shape[axis]
         return n
 
 
@@ -136,16 +148,20 @@ def block_of(
     placements: Sequence[Placement],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
+    before: int | None = None,
 ) -> tuple[int, int]:
     """The (offset, length) that one coordinate holds of a dim of ``length``.
 
-    The first axis cuts first; a later axis on the same dim cuts what it left.
+    The outermost axis cuts first, each other one what is left. ``before`` stops at an
+    axis: what that one cuts.
     """
     offset = 0
-    for p, parts, at in zip(placements, mesh_shape, coordinate, strict=False):
-        if isinstance(p, Shard) and p.dim == dim:
-            offset += chunk_offset(length, parts, at)
-            length = chunk_sizes(length, parts)[at]
+    for axis in axes_of(placements, dim):
+        if axis == before:
+            break
+        parts, at = mesh_shape[axis], coordinate[axis]
+        offset += chunk_offset(length, parts, at)
+        length = chunk_sizes(length, parts)[at]
     return offset, length
 
 
@@ -178,6 +194,10 @@ def spec_of(
     found = world.memo.get(key)
     if found is not None:
         return found  # type: ignore[no-any-return]
+    places = normal(key[2])
+    if places != key[2]:
+        found = spec_of(mesh, places, shape, world)
+        return world.memo.setdefault(key, found)  # type: ignore[no-any-return]
     spec = object.__new__(Spec)
     put = object.__setattr__
     put(spec, "world", world)
@@ -189,7 +209,7 @@ def spec_of(
     if spec.coordinate is None:
         local = (0,) * max(1, len(spec.shape))
     else:
-        local = tuple(spec.block(d, mesh.ndim)[1] for d in range(spec.ndim))
+        local = tuple(spec.block(d)[1] for d in range(spec.ndim))
     put(spec, "local_shape", torch.Size(local))
     with _LOCK:
         put(spec, "plans", world.memo.setdefault("plans", {}))

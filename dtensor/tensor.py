@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
@@ -27,6 +27,7 @@ from dtensor.placement import (
     PlacementsLike,
     Replicate,
     Shard,
+    in_order,
     placements_of,
     show,
 )
@@ -34,6 +35,10 @@ from dtensor.redistribute import alias, plain, transition
 from dtensor.registry import HANDLERS
 from dtensor.spec import Spec, spec_of
 
+if TYPE_CHECKING:
+    from dtensor.explain import Explanation
+
+ShardOrder = Mapping[int, Sequence[int | str]]
 _BASE: Any = torch.Tensor
 _functions_on = torch._C._is_torch_function_enabled
 
@@ -164,6 +169,7 @@ class DTensor(torch.Tensor):
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
         grad_placements: PlacementsLike | None = None,
+        shard_order: ShardOrder | None = None,
     ) -> DTensor:
         """A DTensor whose shard on this rank is ``local_tensor``.
 
@@ -184,6 +190,7 @@ class DTensor(torch.Tensor):
                 wanted: per axis ``Replicate`` (the whole gradient) or ``Partial``
                 (this rank's addend). By default Replicate where ``placements`` has
                 Replicate.
+            shard_order: As in ``distribute_tensor``.
 
         Raises:
             ShardingError: Shards that are not cut as ``torch.chunk`` cuts, or
@@ -201,6 +208,7 @@ class DTensor(torch.Tensor):
             )
         if placements is None:
             placements = (Replicate(),) * mesh.ndim
+        placements = in_order("from_local", placements, shard_order, mesh)
         local, dims = local_tensor, local_tensor.ndim
         if mesh.coordinate is None and shape is not None:
             dims = len(tuple(shape))
@@ -231,6 +239,7 @@ class DTensor(torch.Tensor):
         placements: PlacementsLike | None = None,
         *,
         async_op: bool = False,
+        shard_order: ShardOrder | None = None,
     ) -> DTensor:
         """The same global value in other placements; every rank of the mesh calls.
 
@@ -243,9 +252,11 @@ class DTensor(torch.Tensor):
             device_mesh: This tensor's mesh, or the placements.
             placements: One per mesh axis.
             async_op: Accepted for PyTorch's sake; the result is there on return.
+            shard_order: As in ``distribute_tensor``.
 
         Raises:
-            ShardingError: Placements that do not fit, or another mesh.
+            ShardingError: Placements that do not fit the tensor, the mesh or the
+                dtype, or another mesh.
         """
         if placements is None:
             if isinstance(device_mesh, DeviceMesh) or device_mesh is None:
@@ -264,10 +275,32 @@ class DTensor(torch.Tensor):
             )
         if isinstance(placements, Replicate):
             placements = (placements,) * mesh.ndim
+        placements = in_order("redistribute", placements, shard_order, mesh)
         places = placements_of(
             "redistribute", placements, mesh.ndim, len(self._spec.shape)
         )
+        boundary.check_dtype("redistribute", self.dtype, places)
         return redistributed(self, self._spec.replace(places))
+
+    def explain_redistribute(
+        self,
+        placements: PlacementsLike,
+        *,
+        shard_order: ShardOrder | None = None,
+    ) -> Explanation:
+        """The plan that ``redistribute`` to these placements follows; moves nothing.
+
+        Args:
+            placements: One per mesh axis.
+            shard_order: As in ``distribute_tensor``.
+        """
+        from dtensor.explain import explain
+
+        spec = self._spec
+        if isinstance(placements, Replicate):
+            placements = (placements,) * spec.mesh.ndim
+        wanted = in_order("explain_redistribute", placements, shard_order, spec.mesh)
+        return explain(spec.placements, wanted, spec.shape, spec.mesh, dtype=self.dtype)
 
     def full_tensor(
         self, *, grad_placements: PlacementsLike | None = None
@@ -346,12 +379,15 @@ def local_of(x: torch.Tensor) -> torch.Tensor:
     return plain(x)
 
 
+_itemsize: Any = _BASE.itemsize.__get__
+
+
 def redistributed(x: DTensor, spec: Spec) -> DTensor:
     """``x`` in another spec of the same mesh and shape; differentiable."""
     if spec is x._spec:
         return x
     with NoTF():
-        out = transition(x._spec, spec)(x)
+        out = transition(x._spec, spec, _itemsize(x))(x)
     if type(out) is not torch.Tensor or out is x:
         out = alias(out)
     return typed(out, spec)
@@ -384,6 +420,7 @@ def distribute_tensor(
     placements: PlacementsLike | None = None,
     *,
     src_data_rank: int | None = 0,
+    shard_order: ShardOrder | None = None,
 ) -> DTensor:
     """Lay a full tensor out over a mesh; the result is a leaf.
 
@@ -394,6 +431,9 @@ def distribute_tensor(
         src_data_rank: Position in the mesh (row-major) of the rank whose values
             count; they are broadcast. None: every rank holds the same values
             already and nothing is sent.
+        shard_order: For a dim that several axes cut, their names or numbers, the
+            outermost first: ``{0: ("tp", "dp")}``. By default the order of the mesh.
+            ``[Shard(0, depth=1), Shard(0, depth=0)]`` says the same.
 
     Returns:
         A DTensor with ``requires_grad`` as ``tensor`` has it.
@@ -412,6 +452,7 @@ def distribute_tensor(
     mesh = mesh_or_ambient("distribute_tensor", device_mesh)
     if placements is None:
         placements = (Replicate(),) * mesh.ndim
+    placements = in_order("distribute_tensor", placements, shard_order, mesh)
     places = placements_of("distribute_tensor", placements, mesh.ndim, tensor.ndim)
     if isinstance(tensor, DTensor):
         if tensor._spec.mesh is mesh and tensor.placements == places:
@@ -427,6 +468,8 @@ def distribute_tensor(
             "mesh, [Replicate()]) to keep the gradient."
         )
     spec = spec_of(mesh, places, tensor.shape)
+    if tensor.requires_grad:
+        spec.dual()  # refuses what has no gradient of its own
     with torch.no_grad():
         local = boundary.scatter(tensor.detach(), spec, src_data_rank)
     out = typed(local, spec)

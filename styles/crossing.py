@@ -345,5 +345,5 @@ def _fuses(places: Placements, axis: int) -> bool:
     """Whether leaving an axis for a value alike on all ranks is one local crossing."""
     place = places[axis]
     if isinstance(place, Shard):
-        return sum(p == place for p in places) == 1
+        return sum(p.is_shard(place.dim) for p in places) == 1
     return place in (Partial(), Replicate())

@@ -217,11 +217,12 @@ def test_one_step_where_one_step_will_do() -> None:
     assert nothing == {}
 
 
-def test_outer_axis_of_a_twice_cut_dim_is_given_up_by_way_of_the_inner() -> None:
+def test_the_outer_axis_of_a_twice_cut_dim_is_given_up_in_one_collective() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     both = (Shard(0), Shard(0))
     steps = plan_steps(mesh, both, (Replicate(), Shard(0)), (8, 8))
-    assert [s.axis for s in steps][0] == 1
+    assert [s.axes for s in steps] == [(0, 1), (1,)]
+    assert [s.verb for s in steps] == ["all_gather", "local"]
     for step in steps:
         assert step.seconds > 0
 

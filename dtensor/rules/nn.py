@@ -11,7 +11,6 @@ from dtensor.calls import Call, Operand
 from dtensor.collectives import functional
 from dtensor.errors import ShardingError
 from dtensor.notation import Letters, Notation
-from dtensor.placement import Shard
 from dtensor.redistribute import plain
 from dtensor.rules.pointwise import broadcast_letters, whole_ones
 from dtensor.spec import Spec
@@ -54,7 +53,7 @@ def embedding(call: Call) -> Notation:
 
     def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
         spec = ins[0]
-        offset, rows = spec.block(0, spec.mesh.ndim)
+        offset, rows = spec.block(0)
         if rows == spec.shape[0]:
             return lambda func, args, kwargs: func(*args, **kwargs)
 
@@ -160,7 +159,7 @@ def shares_heads(q: Operand, k: Operand, v: Operand) -> bool:
     """Whether a cut of the heads gives every rank its own queries' keys and values."""
     parts = 1
     for axis, n in enumerate(q.spec.mesh.shape):
-        if any(o.placements[axis] == Shard(o.ndim - 3) for o in (q, k, v)):
+        if any(o.placements[axis].is_shard(o.ndim - 3) for o in (q, k, v)):
             parts *= n
     return k.shape[-3] % parts == 0 and q.shape[-3] % parts == 0
 

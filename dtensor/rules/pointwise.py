@@ -8,7 +8,7 @@ import torch
 
 from dtensor.calls import Call, NoRule, Operand
 from dtensor.notation import Layout, Letters, Notation
-from dtensor.placement import Placements, Replicate
+from dtensor.placement import Placements, Replicate, is_linear
 
 # What an op is linear in, by operand positions among the leading arguments.
 NONE: tuple[tuple[int, ...], ...] = ()
@@ -52,6 +52,7 @@ def whole_ones(subs: Sequence[Letters]) -> set[Hashable]:
 def pointwise(
     linear: tuple[tuple[int, ...], ...] = NONE,
     condition: Callable[[Call], bool] | None = None,
+    copies: bool = False,
 ) -> Callable[[Call], Notation]:
     """The rule of a pointwise op.
 
@@ -62,6 +63,7 @@ def pointwise(
         linear: Groups of argument positions in which the op is jointly linear. A
             group with a number in it is none: a number is added once, not per rank.
         condition: Must hold of a call for ``linear`` to apply.
+        copies: As in ``Notation``.
     """
 
     def rule(call: Call) -> Notation:
@@ -89,6 +91,7 @@ def pointwise(
             linear=groups,
             affine=affine,
             shapes=[shape],
+            copies=copies,
         )
 
     return rule
@@ -161,6 +164,7 @@ def cast(call: Call) -> Layout:
     """``to``, ``type``, ``type_as``: another tensor only lends its dtype."""
     x = call.operands[0]
     keeps = to_floating(call)
+    keeps = keeps and is_linear(x.placements)
     places = x.placements if keeps else without_partial(x.placements)
     ins = [places, *[o.placements for o in call.operands[1:]]]
     return Layout(ins, [places], [x.shape])

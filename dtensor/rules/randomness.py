@@ -17,12 +17,13 @@ from torch._C import DisableTorchFunctionSubclass as NoTF
 from dtensor.calls import first_spec
 from dtensor.collectives.registry import communicator_of
 from dtensor.errors import ShardingError
-from dtensor.placement import Replicate
+from dtensor.placement import Replicate, is_linear
 from dtensor.redistribute import plain, transition
 from dtensor.registry import Handler
+from dtensor.rules.pointwise import without_partial
 from dtensor.running import check_target
 from dtensor.spec import Spec
-from dtensor.tensor import DTensor, typed
+from dtensor.tensor import DTensor, redistributed, typed
 
 T = torch.Tensor
 
@@ -131,6 +132,14 @@ def dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not train or p == 0:
         return x if inplace else x.clone()
     spec = x._spec
+    if not is_linear(spec.placements):
+        if inplace:
+            raise ShardingError(
+                f"dropout_: addends cannot be dropped one by one, got {x!r}. Call "
+                "x = x.redistribute(Replicate()) first."
+            )
+        x = redistributed(x, spec.replace(without_partial(spec.placements)))
+        spec = x._spec
     if spec.coordinate is None:
         return x
     with NoTF():

@@ -130,12 +130,13 @@ _fill(
 )
 _fill(
     """
-    clone conj conj_physical contiguous deg2rad detach imag neg negative positive
-    rad2deg real resolve_conj resolve_neg zero
+    conj conj_physical deg2rad imag neg negative positive rad2deg real resolve_conj
+    resolve_neg zero
     """,
     pointwise(UNARY),
     numberless=True,
 )
+_fill("clone contiguous detach", pointwise(UNARY, copies=True), numberless=True)
 _fill("add sub subtract rsub lerp", pointwise(SUM), numberless=True)
 _fill("mul multiply", pointwise(PRODUCT), numberless=True)
 _fill("div divide true_divide", pointwise(FIRST, no_rounding), numberless=True)

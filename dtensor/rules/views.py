@@ -9,22 +9,14 @@ from typing import Any
 import torch
 
 from dtensor.calls import Call, NoRule, Operand
-from dtensor.mesh.chunks import chunk_sizes
+from dtensor.moves import pieces_of
 from dtensor.notation import Layout, Letters, Notation
-from dtensor.placement import Placement, Replicate, Shard
+from dtensor.placement import Placement, Replicate, Shard, axes_of
 from dtensor.rules.pointwise import without_partial
 from dtensor.rules.reductions import dims_of
 from dtensor.spec import Spec
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
-
-
-def cuts(length: int, parts: Sequence[int]) -> list[int]:
-    """Lengths of all pieces of a dim that several axes cut one after another."""
-    pieces = [length]
-    for n in parts:
-        pieces = [size for piece in pieces for size in chunk_sizes(piece, n)]
-    return pieces
 
 
 def reshape_letters(
@@ -62,14 +54,10 @@ def reshape_letters(
                 break
         if a != b:
             break
-        parts = [
-            n
-            for n, p in zip(x.spec.mesh.shape, x.placements, strict=True)
-            if p == Shard(i0)
-        ]
+        parts = [x.spec.mesh.shape[axis] for axis in axes_of(x.placements, i0)]
         inner = math.prod(before[i0 + 1 : i]), math.prod(shape[j0 + 1 : j])
-        pieces = [n * inner[0] for n in cuts(before[i0], parts)]
-        if pieces == [n * inner[1] for n in cuts(shape[j0], parts)]:
+        pieces = [n * inner[0] for n in pieces_of(before[i0], parts)]
+        if pieces == [n * inner[1] for n in pieces_of(shape[j0], parts)]:
             after[j0] = letters[i0]
             whole.discard(letters[i0])
     return tuple(letters), tuple(after), whole
@@ -393,7 +381,10 @@ def broadcast_tensors(call: Call) -> Layout:
             wanted.append(Replicate() if stretched else p)
         ins.append(tuple(wanted))
         outs.append(
-            tuple(Shard(p.dim + lead) if isinstance(p, Shard) else p for p in wanted)
+            tuple(
+                Shard(p.dim + lead, p.depth) if isinstance(p, Shard) else p
+                for p in wanted
+            )
         )
 
     def run(specs: list[Spec], results: list[Spec]) -> Callable[..., Any]:
