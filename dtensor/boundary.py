@@ -31,10 +31,11 @@ from dtensor.collectives import functional
 from dtensor.collectives.communicator import Communicator
 from dtensor.collectives.reductions import reduction
 from dtensor.collectives.registry import communicator_of
+from dtensor.custom_placement import CustomPlacement
 from dtensor.errors import ShardingError
 from dtensor.mesh.chunks import chunk_sizes
 from dtensor.mesh.device_mesh import DeviceMesh
-from dtensor.moves import alias, lay_addends, plain, reduce_all
+from dtensor.moves import alias, dealt_out, lay_addends, plain, reduce_all
 from dtensor.placement import (
     Partial,
     Placements,
@@ -45,7 +46,8 @@ from dtensor.placement import (
     placements_of,
     show,
 )
-from dtensor.spec import Spec, block_of, spec_of
+from dtensor.redistribute import transition
+from dtensor.spec import Spec, check_custom, local_shape_at, spec_of
 
 if TYPE_CHECKING:
     from dtensor.tensor import DTensor
@@ -192,7 +194,19 @@ def full_out(
     local = plain(x)
     if spec.coordinate is None:
         return alias(local)
-    mesh, as_local = spec.mesh, []
+    mesh, as_local = spec.mesh, [
+        axis for axis, p in enumerate(spec.placements) if isinstance(p, CustomPlacement)
+    ]
+    if as_local:
+        custom, spec = spec, spec.replace(
+            tuple(
+                Replicate() if isinstance(p, CustomPlacement) else p
+                for p in spec.placements
+            )
+        )
+        local = transition(custom, spec)(local)
+        as_local = [axis for axis in as_local if not addend[axis]]
+        addend = tuple(a or i in as_local for i, a in enumerate(addend))
     for axis, p in reversed(list(enumerate(spec.placements))):
         if isinstance(p, Partial) and mesh.shape[axis] > 1:
             comm = spec.comm(axis)
@@ -231,7 +245,7 @@ def check_grad(spec: Spec, value: object) -> None:
     fits = fits and value._spec.shape == spec.shape  # type: ignore[attr-defined]
     if fits:
         for p, q in zip(spec.placements, value._spec.placements, strict=True):  # type: ignore[attr-defined]
-            fits = fits and (p == q or not isinstance(p, Shard) and not q.is_shard())
+            fits = fits and (p == q or not p.is_cut() and not q.is_cut())
     if not fits:
         got = repr(value) if isinstance(value, DTensor) else f"{type(value)}"
         raise ShardingError(
@@ -273,7 +287,7 @@ def scatter(tensor: torch.Tensor, spec: Spec, src: int | None) -> torch.Tensor:
     for dim in range(spec.ndim):
         offset, length = spec.block(dim)
         piece = piece.narrow(dim, offset, length)
-    piece = lay_addends(piece, spec)
+    piece = lay_addends(dealt_out(piece, spec), spec)
     return piece.clone(memory_format=torch.contiguous_format)
 
 
@@ -291,6 +305,11 @@ def spec_of_local(
     if run_check and mesh.size() > 1 and not local.is_meta:
         return spec_of(mesh, places, _agreed_shape(local, mesh, places, shape))
     if shape is None:
+        if any(isinstance(p, CustomPlacement) for p in places):
+            raise ShardingError(
+                f"from_local: the global shape cannot be told from one shard placed "
+                f"{show(places)}. Give shape=, or leave run_check=True."
+            )
         sizes = list(local.shape)
         for axis, p in enumerate(places):
             if isinstance(p, Shard):
@@ -305,6 +324,19 @@ def spec_of_local(
             f"{show(places)} (cut as torch.chunk cuts). Give the shard of that shape."
         )
     return spec
+
+
+def _ragged(
+    mesh: DeviceMesh, places: Placements, shapes: Sequence[tuple[int, ...]]
+) -> str:
+    """A hint for pieces of one dim that are cut in sizes of their own."""
+    if mesh.ndim != 1 or not isinstance(places[0], Shard):
+        return ""
+    dim = places[0].dim
+    sizes = tuple(s[dim] for s in shapes)
+    if len({(*s[:dim], *s[dim + 1 :]) for s in shapes}) > 1:
+        return ""
+    return f", or name the pieces as they are: [RaggedShard({dim}, {sizes})]"
 
 
 def _agreed_shape(
@@ -345,7 +377,12 @@ def _agreed_shape(
     if shape is None:
         sizes = []
         for dim in range(local.ndim):
-            axes = axes_of(places, dim)
+            axes = [*axes_of(places, dim)]
+            axes += [
+                a
+                for a, p in enumerate(places)
+                if isinstance(p, CustomPlacement) and p.along == dim
+            ]
             total = 0
             for c, s in zip(coordinates, shapes, strict=True):
                 assert c is not None, "every listed rank is a member"
@@ -353,18 +390,17 @@ def _agreed_shape(
                     total += s[dim]
             sizes.append(total)
         given = sizes
+    check_custom("from_local", mesh, places, tuple(given))
     wanted = []
     for c in coordinates:
         assert c is not None, "every listed rank is a member"
-        wanted.append(
-            tuple(block_of(n, d, places, mesh.shape, c)[1] for d, n in enumerate(given))
-        )
+        wanted.append(local_shape_at(given, places, mesh.shape, c))
     if wanted != shapes:
         raise ShardingError(
             f"from_local: the shards are not those of a tensor of shape "
             f"{tuple(given)} placed {show(places)} on {mesh!r}, got {listed}, "
             f"expected {wanted} (cut as torch.chunk cuts: equal pieces, the last "
             "ones short or empty). Cut the full tensor with distribute_tensor(t, "
-            "mesh, placements)."
+            f"mesh, placements){_ragged(mesh, places, shapes)}."
         )
     return tuple(given)

@@ -180,7 +180,7 @@ def _is_settled(spec: Spec) -> bool:
     found = spec.memo.get("settled")
     if found is None:
         found = spec.memo["settled"] = all(
-            p.is_shard() or n == 1
+            p.is_cut() or n == 1
             for p, n in zip(spec.placements, spec.mesh.shape, strict=True)
         )
     return bool(found)

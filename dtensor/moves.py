@@ -18,11 +18,20 @@ from dtensor.collectives import functional
 from dtensor.collectives.communicator import Communicator
 from dtensor.collectives.reductions import REDUCTIONS
 from dtensor.collectives.registry import communicator_of
+from dtensor.custom_placement import CustomPlacement
 from dtensor.exchange import Box, Exchange, exchange
 from dtensor.mesh.chunks import chunk_offset, chunk_sizes
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.mesh.world import World
-from dtensor.placement import Partial, Placements, Replicate, Shard, axes_of
+from dtensor.placement import (
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    axes_of,
+    placed,
+)
 from dtensor.plan import Step, local_elements
 from dtensor.spec import Spec, block_of, communicator_in
 
@@ -183,6 +192,58 @@ def pieces_of(length: int, parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(pieces)
 
 
+def custom_move(
+    spec: Spec, axis: int, src: Placement, dst: Placement, verb: str
+) -> Move:
+    """What this rank does in a step from or to a custom placement on one axis."""
+    assert spec.coordinate is not None, "only members move"
+    n, at = spec.mesh.shape[axis], spec.coordinate[axis]
+    whole = spec.replace(placed(spec.placements, (axis,), Replicate()))
+    shape = tuple(whole.local_shape)
+    if isinstance(src, Replicate):
+        assert isinstance(dst, CustomPlacement), "the only other end"
+        custom = dst
+        return lambda x: custom.split(x, n, at).clone()
+    comm = comm_over(spec.world, spec.mesh, (axis,))
+    if not isinstance(src, CustomPlacement):
+        assert isinstance(dst, CustomPlacement), "the only other end"
+        custom = dst
+        return lambda x: custom.move_from(x, src, comm, shape)
+    custom = src
+    if isinstance(dst, Replicate):
+        shapes = [custom.local_shape(shape, n, i) for i in range(n)]
+        return lambda x: gathered(x, custom, comm, shapes, shape)
+    if custom.sends_to(dst, n) is not None:
+        return lambda x: custom.move_to(x, dst, comm, shape)
+    assert isinstance(dst, CustomPlacement), "the way is the target's"
+    other = dst
+    return lambda x: other.move_from(x, custom, comm, shape)
+
+
+def gathered(
+    x: torch.Tensor,
+    custom: CustomPlacement,
+    comm: Communicator,
+    shapes: Sequence[Sequence[int]],
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """The whole of what a custom placement dealt out, on every rank of its axis."""
+    sizes = [math.prod(s) for s in shapes]
+    flat = functional.all_gather(x.reshape(-1), comm, 0, sizes)
+    pieces = torch.split(flat, sizes)
+    shards = [p.view(tuple(s)) for p, s in zip(pieces, shapes, strict=True)]
+    return custom.assemble(shards, shape)
+
+
+def dealt_out(x: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's part of its block, as the custom placements of a spec deal it out."""
+    assert spec.coordinate is not None, "only members hold parts"
+    for axis, p in enumerate(spec.placements):
+        if isinstance(p, CustomPlacement):
+            x = p.split(x, spec.mesh.shape[axis], spec.coordinate[axis])
+    return x
+
+
 LARGE = 1 << 20  # bytes of a shard from which blocks are sent one after another
 
 
@@ -199,6 +260,8 @@ def move_of(spec: Spec, step: Step, itemsize: int = 4) -> Move:
     """
     mesh, axes = spec.mesh, step.axes
     src, dst = spec.placements[axes[0]], step.dst[axes[0]]
+    if isinstance(src, CustomPlacement) or isinstance(dst, CustomPlacement):
+        return custom_move(spec, axes[0], src, dst, step.verb)
     if len(axes) > 1:  # ranks in the order of the pieces
         cut = spec.placements if isinstance(src, Shard) else step.dst
         end = cut[axes[0]]

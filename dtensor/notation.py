@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtensor.costs import costs_of
+from dtensor.custom_placement import CustomPlacement
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import (
     Partial,
@@ -100,19 +101,19 @@ class Row:
     outs: tuple[Placement, ...]
 
 
-def letter_row(n: Notation, letter: Hashable, depth: int | None = None) -> Row:
-    """The row in which ``letter`` is sharded over the axis, at a nesting depth."""
+def letter_row(n: Notation, letter: Hashable, like: Placement = Shard(0)) -> Row:  # noqa: B008
+    """The row in which ``letter`` is cut over the axis, as ``like`` cuts."""
     summed = letter in n.contracted
     ins: list[Placement] = []
     for i, sub in enumerate(n.ins):
         if letter in sub:
-            ins.append(Shard(sub.index(letter), depth))
+            ins.append(like.at_dim(sub.index(letter)))
         else:
             ins.append(Partial() if summed and i in n.affine else R)
     outs: list[Placement] = []
     for sub in n.outs:
         if letter in sub:
-            outs.append(Shard(sub.index(letter), depth))
+            outs.append(like.at_dim(sub.index(letter)))
         else:
             outs.append(Partial() if summed else R)
     return Row(tuple(ins), tuple(outs))
@@ -120,13 +121,16 @@ def letter_row(n: Notation, letter: Hashable, depth: int | None = None) -> Row:
 
 def rows_for(n: Notation, current: Sequence[Placement]) -> list[Row]:
     """The legal rows that what the operands have now suggests, in fixed order."""
-    letters: list[tuple[Hashable, int | None]] = []
+    letters: list[tuple[Hashable, Placement]] = []
     for sub, p in zip(n.ins, current, strict=True):
-        if isinstance(p, Shard):
-            letter = sub[p.dim], p.depth
-            if letter[0] not in n.whole and letter not in letters:
+        dim = p.dim if isinstance(p, Shard) else None
+        if isinstance(p, CustomPlacement) and n.run is None and n.rewrite is None:
+            dim = p.along
+        if dim is not None and sub[dim] not in n.whole:
+            letter = sub[dim], p.at_dim(0)
+            if letter not in letters:
                 letters.append(letter)
-    rows = [letter_row(n, letter, depth) for letter, depth in letters]
+    rows = [letter_row(n, letter, like) for letter, like in letters]
     rows.extend(partial_rows(n, current))
     rows.append(Row((R,) * len(n.ins), (R,) * len(n.outs)))
     return rows
@@ -163,7 +167,7 @@ def move_cost(
     if isinstance(src, Replicate):
         # Replicate -> Partial is free to send but throws the copies away: every later
         # non-linear use would reduce again. Only an added-once operand does it.
-        return 1e-7 if isinstance(dst, Shard) or affine else math.inf
+        return 1e-7 if dst.is_cut() or affine else math.inf
     if isinstance(dst, Partial):
         if isinstance(src, Partial):
             linear = src.linear and dst.linear
@@ -171,7 +175,7 @@ def move_cost(
         return 1e-7 if affine else math.inf  # padded with zeros
     share = (parts - 1) / parts * seconds_per_byte
     if isinstance(dst, Replicate):
-        gathered = nbytes * parts if isinstance(src, Shard) else 2 * nbytes
+        gathered = nbytes * parts if src.is_cut() else 2 * nbytes
         return latency + gathered * share
     return latency + nbytes * share
 

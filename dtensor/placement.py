@@ -37,6 +37,18 @@ class Placement:
         """Whether this is ``Replicate``."""
         return isinstance(self, Replicate)
 
+    def is_cut(self) -> bool:
+        """Whether each rank of the axis holds a part of its own: no copy, no addend."""
+        return not isinstance(self, (Replicate, Partial))
+
+    def at_dim(self, dim: int) -> Placement:
+        """The same way of cutting, of another dim."""
+        return self
+
+    def on(self, dims: int) -> Placement:
+        """The placement for a tensor of so many dims."""
+        return self
+
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Whether this is a ``Partial`` (of ``reduce_op``, if given)."""
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
@@ -72,6 +84,10 @@ class Shard(Placement):
                 f"Shard: the depth must be an int, got {depth!r}. "
                 "Write Shard(0, depth=0) for the outermost axis."
             )
+
+    def at_dim(self, dim: int) -> Shard:
+        """The same depth, of another dim."""
+        return Shard(dim, self.depth)
 
     def __str__(self) -> str:
         return f"S({self.dim})" + ("" if self.depth is None else f"[{self.depth}]")
@@ -173,7 +189,7 @@ def placements_of(
                     "has nothing to cut. Use Replicate() or Partial()."
                 )
             p = Shard(dim, p.depth)
-        out.append(p)
+        out.append(p.on(dims))
     return normal(tuple(out))
 
 

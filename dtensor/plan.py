@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dtensor.costs import CostTable, default_costs
+from dtensor.custom_placement import CustomPlacement
 from dtensor.errors import ShardingError
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import (
@@ -93,7 +94,7 @@ def average_shard(
     """Elements of a shard of average size of a tensor of so many elements."""
     n = float(elements)
     for parts, p in zip(mesh_shape, placements, strict=True):
-        if isinstance(p, Shard):
+        if p.is_cut():
             n /= parts
     return n
 
@@ -181,10 +182,18 @@ def edges(
         after = average_shard(mesh_shape, dst, 1)
         found.append(Edge(axes, dst, verb, sent, before, after))
 
+    custom = [a for a, p in enumerate(state) if isinstance(p, CustomPlacement)]
+    last = custom[-1] if custom else -1
+    for axis, dst, verb, share in custom_ways(mesh_shape, state, targets, last):
+        add((axis,), placed(state, (axis,), dst), verb, share)
+    if custom:  # they are dealt out last, and given up first
+        return tuple(found)
     for axis, src in enumerate(state):
         if isinstance(src, Shard) and axes_of(state, src.dim)[-1] != axis:
             continue
         for dst in targets:
+            if isinstance(dst, CustomPlacement):
+                continue
             if type(src) is type(dst) is Partial:
                 allowed = src != dst and src.linear and dst.linear
             elif isinstance(src, Shard) and isinstance(dst, Shard):
@@ -201,7 +210,7 @@ def edges(
             first = kinds[0]
             if isinstance(first, Partial) and all(k == first for k in kinds):
                 for dst in targets:
-                    if isinstance(dst, Partial):
+                    if isinstance(dst, (Partial, CustomPlacement)):
                         continue
                     if not innermost(state, axes, first, dst):
                         continue
@@ -217,6 +226,43 @@ def edges(
                 for after, share in exchanges(mesh_shape, state, axes, inside, targets):
                     add(axes, after, "all_to_all", share)
     return tuple(found)
+
+
+def custom_ways(
+    mesh_shape: tuple[int, ...],
+    state: Placements,
+    targets: tuple[Placement, ...],
+    last: int,
+) -> Iterator[tuple[int, Placement, str, float | None]]:
+    """Steps from and to custom placements: axis, placement after, verb, share sent.
+
+    Args:
+        mesh_shape: Sizes of the axes.
+        state: Placements before.
+        targets: Placements that an axis may go to.
+        last: The last axis with a custom placement, -1 if there is none.
+    """
+    for axis, src in enumerate(state):
+        if axis < last:
+            continue
+        parts = mesh_shape[axis]
+        if isinstance(src, Shard) and axes_of(state, src.dim)[-1] != axis:
+            continue
+        if isinstance(src, CustomPlacement):
+            yield axis, R, "all_gather", None
+        for dst in targets:
+            if dst == src:
+                continue
+            if isinstance(src, CustomPlacement):
+                share = src.sends_to(dst, parts)
+                if share is not None:
+                    yield axis, dst, "all_to_all", share
+            if isinstance(dst, CustomPlacement):
+                if isinstance(src, Replicate):
+                    yield axis, dst, "local", None
+                share = dst.sends_from(src, parts)
+                if share is not None:
+                    yield axis, dst, "all_to_all", share
 
 
 Cut = tuple[tuple[int, tuple[int, ...]], ...]
@@ -330,8 +376,9 @@ def targets_for(
     others = [d for d in range(len(shape)) if d not in dims and shape[d] >= whole]
     others.sort(key=lambda d: (shape[d] % whole != 0, d))
     dims.update(others[: sum(n > 1 for n in mesh_shape)])
-    partials = sorted({p for p in ends if isinstance(p, Partial)}, key=str)
-    return (R, *(Shard(d) for d in sorted(dims)), *partials)
+    others_too = (Partial, CustomPlacement)
+    more = sorted({p for p in ends if isinstance(p, others_too)}, key=repr)
+    return (R, *(Shard(d) for d in sorted(dims)), *more)
 
 
 def plan_steps(

@@ -16,6 +16,7 @@ import torch
 
 from dtensor.collectives.communicator import Communicator
 from dtensor.collectives.registry import communicator
+from dtensor.custom_placement import CustomPlacement
 from dtensor.mesh.chunks import chunk_offset, chunk_sizes
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.mesh.world import World, current_world
@@ -165,6 +166,38 @@ def block_of(
     return offset, length
 
 
+def local_shape_at(
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> tuple[int, ...]:
+    """Shape of the shard at one coordinate."""
+    local = tuple(
+        block_of(n, d, placements, mesh_shape, coordinate)[1]
+        for d, n in enumerate(shape)
+    )
+    for p, parts, at in zip(placements, mesh_shape, coordinate, strict=True):
+        if isinstance(p, CustomPlacement):
+            local = tuple(p.local_shape(local, parts, at))
+    return local
+
+
+def check_custom(what: str, mesh: DeviceMesh, places: Placements, shape: Any) -> None:
+    """Ask custom placements whether they fit, for all ranks, on every rank alike."""
+    if not any(isinstance(p, CustomPlacement) for p in places):
+        return
+    for rank in mesh.ranks:
+        at = mesh.coordinate_of(rank) or ()
+        local = tuple(
+            block_of(n, d, places, mesh.shape, at)[1] for d, n in enumerate(shape)
+        )
+        for p, parts, index in zip(places, mesh.shape, at, strict=True):
+            if isinstance(p, CustomPlacement):
+                p.check(what, local, parts)
+                local = tuple(p.local_shape(local, parts, index))
+
+
 def communicator_in(world: World, mesh: DeviceMesh, axis: int) -> Communicator:
     """``communicator(mesh, axis)`` of a given rank, kept in its memo."""
     key = ("comm", mesh, axis)
@@ -198,6 +231,7 @@ def spec_of(
     if places != key[2]:
         found = spec_of(mesh, places, shape, world)
         return world.memo.setdefault(key, found)  # type: ignore[no-any-return]
+    check_custom("spec", mesh, places, tuple(shape))
     spec = object.__new__(Spec)
     put = object.__setattr__
     put(spec, "world", world)
@@ -209,7 +243,8 @@ def spec_of(
     if spec.coordinate is None:
         local = (0,) * max(1, len(spec.shape))
     else:
-        local = tuple(spec.block(d)[1] for d in range(spec.ndim))
+        at = spec.coordinate
+        local = local_shape_at(spec.shape, spec.placements, mesh.shape, at)
     put(spec, "local_shape", torch.Size(local))
     with _LOCK:
         put(spec, "plans", world.memo.setdefault("plans", {}))

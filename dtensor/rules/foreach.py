@@ -132,7 +132,7 @@ def foreach_norm(fallback: Handler) -> Handler:
                 at = [i for i, t in enumerate(locals_) if t.dtype == dtype]
                 powers = local_powers([locals_[i] for i in at], float(order))
                 for axis in range(spec.mesh.ndim):
-                    cut = [reduced[i][1].placements[axis].is_shard() for i in at]
+                    cut = [reduced[i][1].placements[axis].is_cut() for i in at]
                     if spec.mesh.shape[axis] == 1 or not any(cut):
                         continue
                     op = "max" if order == float("inf") else "sum"
