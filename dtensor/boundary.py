@@ -194,15 +194,23 @@ def full_out(
     local = plain(x)
     if spec.coordinate is None:
         return alias(local)
-    mesh, as_local = spec.mesh, [
-        axis for axis, p in enumerate(spec.placements) if isinstance(p, CustomPlacement)
-    ]
+    mesh, as_local = (
+        spec.mesh,
+        [
+            axis
+            for axis, p in enumerate(spec.placements)
+            if isinstance(p, CustomPlacement)
+        ],
+    )
     if as_local:
-        custom, spec = spec, spec.replace(
-            tuple(
-                Replicate() if isinstance(p, CustomPlacement) else p
-                for p in spec.placements
-            )
+        custom, spec = (
+            spec,
+            spec.replace(
+                tuple(
+                    Replicate() if isinstance(p, CustomPlacement) else p
+                    for p in spec.placements
+                )
+            ),
         )
         local = transition(custom, spec)(local)
         as_local = [axis for axis in as_local if not addend[axis]]

@@ -59,11 +59,7 @@ class RaggedShard(CustomPlacement):
     def check(self, what: str, shape: Shape, parts: int) -> None:
         """The dim is there, there is a size per rank, and they add up."""
         there = 0 <= self.dim < len(shape)
-        if (
-            not there
-            or len(self.sizes) != parts
-            or sum(self.sizes) != shape[self.dim]
-        ):
+        if not there or len(self.sizes) != parts or sum(self.sizes) != shape[self.dim]:
             got = f"dim {self.dim} of length {shape[self.dim]}" if there else "no dim"
             raise ShardingError(
                 f"{what}: {self} does not fit, got {got} of shape {shape} on an axis of "

@@ -16,7 +16,7 @@ from dtensor.collectives.simulate import simulate
 from dtensor.custom_placement import CustomPlacement
 from dtensor.errors import ShardingError
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
-from dtensor.mesh.world import get_rank
+from dtensor.mesh.world import get_rank, get_world_size
 from dtensor.placement import Partial, Placement, Replicate, Shard, placements_of
 from dtensor.spec import check_custom, spec_of
 from dtensor.tensor import DTensor, distribute_tensor, local_of
@@ -101,7 +101,7 @@ class _Case:
     """One placement on one mesh, with what has been checked so far."""
 
     def __init__(self, given: Placement, shape: tuple[int, ...]) -> None:
-        self.mesh = init_device_mesh("cpu", (simulate_size(),))
+        self.mesh = init_device_mesh("cpu", (get_world_size(),))
         (self.placement,) = placements_of("check_placement", given, 1, len(shape))
         self.shape = shape
         self.counts: dict[str, int] = {}
@@ -117,13 +117,6 @@ class _Case:
             raise LawBroken(self.placement, name, where) from e
         if not good:
             raise LawBroken(self.placement, name, where)
-
-
-def simulate_size() -> int:
-    """Number of ranks of this world."""
-    from dtensor.mesh.world import get_world_size
-
-    return get_world_size()
 
 
 def values(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
@@ -266,11 +259,17 @@ def _second(c: _Case) -> None:
         def holds(x: DTensor = x, y: DTensor = y) -> bool:
             z = y.redistribute([Replicate()])
             (g,) = torch.autograd.grad(z.pow(3).sum(), x, create_graph=True)
-            first = torch.allclose(g.full_tensor(), 3 * full.pow(2))
+            first = torch.allclose(whole(g), 3 * full.pow(2))
             (gg,) = torch.autograd.grad(g.sum(), x)
-            return first and torch.allclose(gg.full_tensor(), 6 * full)
+            return first and torch.allclose(whole(gg), 6 * full)
 
         c.law("second derivative", holds, f"through {other}")
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a gradient, which is a DTensor."""
+    assert isinstance(x, DTensor), "gradients of DTensors are DTensors"
+    return x.full_tensor()
 
 
 def _flows(p: Placement) -> bool:
@@ -287,7 +286,9 @@ def _dtypes(c: _Case) -> None:
             continue  # addends that have no meaning for the dtype
         c.law(
             "dtypes",
-            lambda x=x, f=full: torch.equal(x.redistribute(Replicate()).full_tensor(), f),  # type: ignore[misc]
+            lambda x=x, f=full: torch.equal(
+                x.redistribute(Replicate()).full_tensor(), f
+            ),  # type: ignore[misc]
             str(dtype),
         )
         c.law("dtypes", lambda x=x, d=dtype: x.dtype == d, f"{dtype} changes")  # type: ignore[misc]

@@ -289,13 +289,17 @@ def test_s2_5_retained_gradients_are_typed() -> None:
 
 # ---- 2.6 other reductions -----------------------------------------------------------------------
 @ranks(2)
-def test_s2_6_partial_of_other_reductions_is_not_a_placement() -> None:
+def test_s2_6_partial_of_other_reductions_has_no_dual() -> None:
     """2.6: the duals hold for sum and avg alone."""
-    for op in ("max", "min", "product", "nonsense"):
+    for op in ("max", "min", "product"):
         refused(
-            rf"Partial: unknown reduction, got '{op}'.*sum, avg",
-            lambda op=op: Partial(op),
+            rf"gradient: addends of a {op} have no cotangent",
+            lambda op=op: lay(gen(4), Partial(op)).requires_grad_(),
         )
+    refused(
+        "Partial: unknown reduction, got 'nonsense'.*sum, avg",
+        lambda: Partial("nonsense"),
+    )
 
 
 REDUCTIONS: dict[str, Any] = {

@@ -50,7 +50,9 @@ SMALL = ((5, 3), (0, 3))
 def test_the_laws_hold(placement: Placement) -> None:
     counts = check_placement(placement, ranks=(2, 3), shapes=SMALL)
     assert LAWS <= set(counts) and "second derivative" in counts
-    assert ("adjoint" in counts) == (placement not in (Partial("max"), Partial("product")))
+    assert ("adjoint" in counts) == (
+        placement not in (Partial("max"), Partial("product"))
+    )
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 4), (0, 0, 7), (2, 3, 2)])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from dtensor.calls import Call, NoRule, Operand
+from dtensor.custom_placement import CustomPlacement
 from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Placements, Replicate, is_linear
 
@@ -158,6 +159,13 @@ def to_floating(call: Call) -> bool:
 def without_partial(placements: Placements) -> Placements:
     """The same placements with Replicate in place of Partial."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def built_in(placements: Placements) -> Placements:
+    """The same placements with Replicate in place of user-defined ones."""
+    return tuple(
+        Replicate() if isinstance(p, CustomPlacement) else p for p in placements
+    )
 
 
 def cast(call: Call) -> Layout:

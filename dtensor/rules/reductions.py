@@ -12,9 +12,14 @@ from dtensor.calls import Call, Operand
 from dtensor.collectives import functional
 from dtensor.mesh.chunks import chunk_sizes
 from dtensor.notation import Layout, Letters, Notation
-from dtensor.placement import Placement, Replicate, Shard
+from dtensor.placement import Placement, Replicate, Shard, axes_of
 from dtensor.redistribute import plain
-from dtensor.rules.pointwise import broadcast_letters, whole_ones, without_partial
+from dtensor.rules.pointwise import (
+    broadcast_letters,
+    built_in,
+    whole_ones,
+    without_partial,
+)
 from dtensor.spec import Spec
 
 
@@ -186,13 +191,13 @@ def norm(call: Call) -> Layout:
     """
     dims, keep = reduce_args(call, 2, 3)
     x = first(call)
-    places = without_partial(x.placements)
-    axes = [a for a, p in enumerate(places) if isinstance(p, Shard) and p.dim in dims]
+    places = built_in(without_partial(x.placements))
+    axes = [a for d in dims for a in axes_of(places, d)]
     letters = out_letters(x.ndim, dims, keep)
     out: list[Placement] = []
     for p in places:
         free = isinstance(p, Shard) and p.dim not in dims
-        out.append(Shard(letters.index(p.dim)) if free else Replicate())  # type: ignore[attr-defined]
+        out.append(p.at_dim(letters.index(p.dim)) if free else Replicate())  # type: ignore[attr-defined]
 
     def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
         if not axes:

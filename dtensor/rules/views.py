@@ -12,7 +12,7 @@ from dtensor.calls import Call, NoRule, Operand
 from dtensor.moves import pieces_of
 from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Placement, Replicate, Shard, axes_of
-from dtensor.rules.pointwise import without_partial
+from dtensor.rules.pointwise import built_in, without_partial
 from dtensor.rules.reductions import dims_of
 from dtensor.spec import Spec
 
@@ -376,7 +376,7 @@ def broadcast_tensors(call: Call) -> Layout:
     for o in call.operands:
         lead = len(shape) - o.ndim
         wanted: list[Placement] = []
-        for p in o.placements:
+        for p in built_in(o.placements):
             stretched = isinstance(p, Shard) and o.shape[p.dim] != shape[p.dim + lead]
             wanted.append(Replicate() if stretched else p)
         ins.append(tuple(wanted))
