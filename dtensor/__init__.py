@@ -4,18 +4,23 @@ import dtensor.hooks
 import dtensor.interop
 import dtensor.rules.resolve
 from dtensor import lifecycle
+from dtensor.block_cyclic import BlockCyclic
 from dtensor.collectives.communicator import CollectiveError
 from dtensor.collectives.counter import count_collectives
 from dtensor.collectives.simulate import simulate
+from dtensor.custom_placement import CustomPlacement
 from dtensor.errors import ShardingError
 from dtensor.explain import calibrate, explain
 from dtensor.factories import arange, empty, full, ones, rand, randn, zeros
 from dtensor.leaves import no_grad_sync
+from dtensor.local_map import local_map
 from dtensor.mesh.ambient import current_mesh, use_mesh
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.mesh.world import get_rank, get_world_size
+from dtensor.picture import visualize_sharding
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.policy import RedistributionWarning, promote_plain, redistribution
+from dtensor.ragged import RaggedShard
 from dtensor.rules.table import register_rule
 from dtensor.styles.data_parallel import DataParallel
 from dtensor.styles.distribute import distribute_module
@@ -40,9 +45,11 @@ from dtensor.tensor import DTensor, distribute_tensor
 lifecycle.install()
 
 __all__ = [
+    "BlockCyclic",
     "CollectiveError",
     "Colwise",
     "ColwiseParallel",
+    "CustomPlacement",
     "DTensor",
     "DataParallel",
     "DeviceMesh",
@@ -54,6 +61,7 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "RaggedShard",
     "RedistributionWarning",
     "Replicate",
     "ReplicateParallel",
@@ -76,6 +84,7 @@ __all__ = [
     "get_world_size",
     "init_device_mesh",
     "layout_of",
+    "local_map",
     "no_grad_sync",
     "ones",
     "parallelize_module",
@@ -86,6 +95,7 @@ __all__ = [
     "register_rule",
     "simulate",
     "use_mesh",
+    "visualize_sharding",
     "zeros",
 ]
 

@@ -22,7 +22,8 @@ Only the innermost axis of a dim may give it up, and an axis that takes a dim cu
 inside those that have it: what a step sees is always one block, even or not. Addends
 of reductions that do not commute are reduced the last axis first. A path passes through
 addends only of kinds that one of its ends has: padding with zeros and summing up again
-would lose the sign of -0.0, and bools have no sum.
+would lose the sign of -0.0, and bools have no sum. Nor does it pass through shards larger
+than both its ends: no rank holds the whole tensor unless an end does.
 """
 
 from __future__ import annotations
@@ -403,10 +404,50 @@ def plan_steps(
         ShardingError: No path (never for Shard, Replicate and Partial).
     """
     src, dst = normal(src), normal(dst)
-    elements = math.prod(shape)
-    nbytes = float(elements * itemsize)
     prices = default_costs(mesh.ndim) if costs is None else costs
     targets = targets_for(mesh.shape, src, dst, shape)
+    elements = math.prod(shape)
+    limit = max(average_shard(mesh.shape, built_in(p), 1) for p in (src, dst))
+    for most in (limit, 1.0):
+        steps = cheapest(
+            mesh.shape, src, dst, elements, itemsize, prices, targets, most
+        )
+        if steps is not None:
+            return steps
+    raise ShardingError(
+        f"redistribute: there is no way from {show(src)} to {show(dst)} on {mesh!r}. "
+        "Redistribute to Replicate() first."
+    )
+
+
+def built_in(places: Placements) -> Placements:
+    """Placements with Replicate in the place of user-defined ones."""
+    return tuple(R if isinstance(p, CustomPlacement) else p for p in places)
+
+
+def cheapest(
+    mesh_shape: tuple[int, ...],
+    src: Placements,
+    dst: Placements,
+    elements: int,
+    itemsize: int,
+    prices: CostTable,
+    targets: tuple[Placement, ...],
+    most: float,
+) -> tuple[Step, ...] | None:
+    """Dijkstra's shortest path through shards of no more than a part of the tensor.
+
+    Args:
+        mesh_shape: Sizes of the axes.
+        src: Placements before.
+        dst: Placements after.
+        elements: Elements of the tensor.
+        itemsize: Bytes per element.
+        prices: Prices.
+        targets: Placements that an axis may go to.
+        most: The largest shard on the way, as a part of the tensor.
+    """
+    nbytes = float(elements * itemsize)
     best: dict[Placements, float] = {src: 0.0}
     came: dict[Placements, tuple[Placements, Edge, float]] = {}
     queue: list[tuple[float, int, Placements]] = [(0.0, 0, src)]
@@ -422,14 +463,13 @@ def plan_steps(
             return tuple(reversed(steps))
         if cost > best[state]:
             continue
-        for edge in edges(mesh.shape, state, targets):
+        for edge in edges(mesh_shape, state, targets):
+            if edge.after > most:
+                continue
             seconds = edge.seconds(nbytes, prices)
             if cost + seconds < best.get(edge.dst, math.inf):
                 best[edge.dst] = cost + seconds
                 came[edge.dst] = (state, edge, seconds)
                 pushed += 1
                 heapq.heappush(queue, (cost + seconds, pushed, edge.dst))
-    raise ShardingError(
-        f"redistribute: there is no way from {show(src)} to {show(dst)} on {mesh!r}. "
-        "Redistribute to Replicate() first."
-    )
+    return None

@@ -249,7 +249,8 @@ class DTensor(torch.Tensor):
         result may share memory with this tensor, as that of ``Tensor.to`` does.
 
         Args:
-            device_mesh: This tensor's mesh, or the placements.
+            device_mesh: The mesh, or the placements. On another mesh than this
+                tensor's, blocks go point to point; every rank of either must call.
             placements: One per mesh axis.
             async_op: Accepted for PyTorch's sake; the result is there on return.
             shard_order: As in ``distribute_tensor``.
@@ -267,12 +268,6 @@ class DTensor(torch.Tensor):
             mesh, placements = self._spec.mesh, device_mesh
         else:
             mesh = self._spec.mesh if device_mesh is None else device_mesh  # type: ignore[assignment]
-        if mesh is not self._spec.mesh:
-            raise ShardingError(
-                f"redistribute: the mesh must be the tensor's own, got {mesh!r}, "
-                f"expected {self._spec.mesh!r}. Call full_tensor() and "
-                "distribute_tensor(t, mesh, placements) to change the mesh."
-            )
         if isinstance(placements, Replicate):
             placements = (placements,) * mesh.ndim
         placements = in_order("redistribute", placements, shard_order, mesh)
@@ -280,6 +275,10 @@ class DTensor(torch.Tensor):
             "redistribute", placements, mesh.ndim, len(self._spec.shape)
         )
         boundary.check_dtype("redistribute", self.dtype, places)
+        if mesh is not self._spec.mesh:
+            from dtensor.across import to_mesh
+
+            return to_mesh(self, mesh, places)
         return redistributed(self, self._spec.replace(places))
 
     def explain_redistribute(

@@ -24,7 +24,7 @@ from dtensor import (
 )
 from dtensor.costs import CostTable, costs_of, set_costs
 from dtensor.placement import Placements, normal
-from dtensor.plan import edges, plan_steps
+from dtensor.plan import average_shard, edges, plan_steps
 from dtensor.tensor import local_of
 
 R = Replicate()
@@ -59,24 +59,26 @@ def every_state(
 class Shortest:
     """Costs of the cheapest paths between all states (Floyd and Warshall).
 
-    The paths run through all layouts with the kinds of addends that the ends have.
+    The paths run through all layouts with the kinds of addends that the ends have and
+    shards no larger than theirs.
     """
 
     def __init__(
         self, mesh_shape: tuple[int, ...], nbytes: float, t: CostTable
     ) -> None:
         self.mesh_shape, self.nbytes, self.table = mesh_shape, nbytes, t
-        self.found: dict[frozenset[Placement], dict[Placements, dict[Any, float]]] = {}
+        self.found: dict[Any, dict[Placements, dict[Any, float]]] = {}
 
     def __call__(self, src: Placements, dst: Placements) -> float:
         """The cost of the cheapest path."""
         kinds = frozenset(p for p in (*src, *dst) if p.is_partial())
-        if kinds not in self.found:
-            self.found[kinds] = self.search(kinds)
-        return self.found[kinds][src][dst]
+        limit = max(average_shard(self.mesh_shape, p, 1) for p in (src, dst))
+        if (kinds, limit) not in self.found:
+            self.found[kinds, limit] = self.search(kinds, limit)
+        return self.found[kinds, limit][src][dst]
 
-    def search(self, kinds: frozenset[Placement]) -> Any:
-        """All costs, for paths with these kinds of addends."""
+    def search(self, kinds: frozenset[Placement], limit: float) -> Any:
+        """All costs, for paths with these kinds of addends and no larger shards."""
         targets = tuple(p for p in TARGETS if not p.is_partial() or p in kinds)
         states = every_state(len(self.mesh_shape), targets)
         index = {s: i for i, s in enumerate(states)}
@@ -84,6 +86,8 @@ class Shortest:
         np.fill_diagonal(cost, 0.0)
         for s in states:
             for e in edges(self.mesh_shape, s, targets):
+                if e.after > limit:
+                    continue
                 i, j = index[s], index[e.dst]
                 cost[i, j] = min(cost[i, j], e.seconds(self.nbytes, self.table))
         for k in range(len(states)):
