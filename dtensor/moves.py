@@ -153,6 +153,33 @@ def padded(
     return out * parts if op == "avg" else out
 
 
+def kept_of_new_piece(spec: Spec, step: Step) -> Move:
+    """What this rank has of its new piece, the identity around it.
+
+    For axes that cut a dim and come to hold addends, while others cut it instead.
+    """
+    assert spec.coordinate is not None, "only members move"
+    mesh, shape = spec.mesh, spec.shape
+    pads = [a for a in step.axes if isinstance(step.dst[a], Partial)]
+    src, dst = spec.placements[pads[0]], step.dst[pads[0]]
+    assert isinstance(src, Shard) and isinstance(dst, Partial), "see the planner"
+    dim, op = src.dim, dst.reduce_op
+    parts = math.prod(mesh.shape[a] for a in pads)
+    start, size = spec.block(dim)
+    begin, length = block_of(shape[dim], dim, step.dst, mesh.shape, spec.coordinate)
+    low = max(start, begin)
+    high = max(low, min(start + size, begin + length))
+    low = min(low, high)
+    before = min(max(0, low - begin), length - (high - low))
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        at = min(low - start, size) if high > low else 0
+        mine = x.narrow(dim, at, high - low)
+        return padded(mine, dim, before, length, op, parts)
+
+    return keep
+
+
 # ---- one move per step ------------------------------------------------------------------
 def comm_over(world: World, mesh: DeviceMesh, axes: Sequence[int]) -> Communicator:
     """The communicator of this rank's ranks over some axes, the first slowest."""
@@ -262,6 +289,8 @@ def move_of(spec: Spec, step: Step, itemsize: int = 4) -> Move:
     src, dst = spec.placements[axes[0]], step.dst[axes[0]]
     if isinstance(src, CustomPlacement) or isinstance(dst, CustomPlacement):
         return custom_move(spec, axes[0], src, dst, step.verb)
+    if len(axes) > 1 and step.verb == "local":
+        return kept_of_new_piece(spec, step)
     if len(axes) > 1:  # ranks in the order of the pieces
         cut = spec.placements if isinstance(src, Shard) else step.dst
         end = cut[axes[0]]

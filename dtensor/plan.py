@@ -5,18 +5,18 @@ A state is one placement per mesh axis, with the nesting order of axes that cut 
 collective over all of them. The plan is Dijkstra's shortest path by the prices of the
 mesh; it depends on its arguments alone, so all ranks find the same one.
 
-=============  =============  ===================  =====================
+=============  =============  ===================  ===========================
 from           to             step                 axes at once
-=============  =============  ===================  =====================
+=============  =============  ===================  ===========================
 Shard(d)       Replicate      all-gather           the innermost of d
 Partial(op)    Replicate      all-reduce           any of the same op
 Partial(op)    Shard(d)       reduce-scatter       any of the same op
 Shard(i)       Shard(j)       all-to-all           any, in any new order
 Replicate      Shard(d)       slice, no sending    one
 Replicate      Partial(op)    fill, no sending     one
-Shard(d)       Partial(op)    pad, no sending      one
+Shard(d)       Partial(op)    pad, no sending      one, or with new cuts of d
 Partial(sum)   Partial(avg)   scale, no sending    one
-=============  =============  ===================  =====================
+=============  =============  ===================  ===========================
 
 Only the innermost axis of a dim may give it up, and an axis that takes a dim cuts
 inside those that have it: what a step sees is always one block, even or not. Addends
@@ -204,6 +204,8 @@ def edges(
             if allowed and innermost(state, (axis,), src, dst):
                 verb = VERBS[type(src), type(dst)]
                 add((axis,), placed(state, (axis,), dst), verb)
+    for axes, after in slices_into_addends(state, targets):
+        add(axes, after, "local")
     wide = [a for a, n in enumerate(mesh_shape) if n > 1]
     for count in range(2, len(wide) + 1):
         for axes in itertools.combinations(wide, count):
@@ -279,6 +281,32 @@ def cut_by(state: Placements, axes: tuple[int, ...]) -> Cut | None:
             return None
         found.append((dim, mine))
     return tuple(found)
+
+
+def slices_into_addends(
+    state: Placements, targets: tuple[Placement, ...]
+) -> Iterator[tuple[tuple[int, ...], Placements]]:
+    """Local steps that cut copies and pad shards of one dim at once.
+
+    Axes that cut the dim come to hold addends, replicated axes cut it instead: each
+    rank keeps what it has of its new piece. Neither step alone would do: cut first, the
+    pieces would be inside those to pad; padded first, they would be large.
+    """
+    whole = [a for a, p in enumerate(state) if isinstance(p, Replicate)]
+    for dim in sorted({p.dim for p in targets if isinstance(p, Shard)}):
+        nest = axes_of(state, dim)
+        for count in range(1, len(nest) + 1):
+            given_up = nest[len(nest) - count :]
+            for p in targets:
+                if not isinstance(p, Partial):
+                    continue
+                if not innermost(state, sorted(given_up), p, p):
+                    continue
+                padded = placed(state, given_up, p)
+                for n in range(1, len(whole) + 1):
+                    for taking in itertools.permutations(whole, n):
+                        axes = tuple(sorted((*given_up, *taking)))
+                        yield axes, placed(padded, taking, Shard(dim))
 
 
 def exchanges(
