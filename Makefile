@@ -4,7 +4,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: train test lint bench clean
+.PHONY: train test sweep-placements lint bench clean
 
 train: $(READY)
 	$(BIN)/dtensor-run -n 4 examples/train_lm.py --mesh dp=2,tp=2
@@ -15,6 +15,11 @@ test: $(READY)
 	@find /dev/shm -maxdepth 1 \( -name 'mpich_shm_*' -o -name 'ucx_shm_*' \) \
 		-user "$$(id -u)" -mmin +5 -delete 2>/dev/null || true
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+
+# Every pair of placements on every small mesh; the tests run a slice of it.
+sweep-placements: $(READY)
+	DTENSOR_SWEEP=1 $(BIN)/python -m pytest -n 2 -q -s \
+		tests/test_placements_sweep.py tests/test_placements_order.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

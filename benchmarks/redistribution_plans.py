@@ -23,7 +23,8 @@ from torch.distributed.tensor import Shard as TorchShard
 from dtensor import Partial, Replicate, Shard, init_device_mesh
 from dtensor.costs import CostTable
 from dtensor.placement import Placement, Placements, show
-from dtensor.plan import VERBS, average_shard, plan_steps, sent_by
+from dtensor.plan import plan_steps
+from dtensor.steps import VERBS, average_shard, sent_by
 
 SIDE = 1024
 PAGE = Path(__file__).parent.parent / "docs" / "redistribution_plans.md"

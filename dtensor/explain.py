@@ -18,7 +18,8 @@ from dtensor.collectives.registry import communicator, communicator_of
 from dtensor.costs import CostTable, costs_of, set_costs
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Placements, PlacementsLike, normal, placements_of, show
-from dtensor.plan import Step, average_shard, plan_steps
+from dtensor.plan import plan_steps
+from dtensor.steps import Step, average_shard
 
 HEADS = ("step", "axis", "from", "to", "bytes sent", "time", "memory")
 

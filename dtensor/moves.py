@@ -32,8 +32,9 @@ from dtensor.placement import (
     axes_of,
     placed,
 )
-from dtensor.plan import Step, local_elements
+from dtensor.plan import local_elements
 from dtensor.spec import Spec, block_of, communicator_in
+from dtensor.steps import Step
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 

@@ -12,8 +12,9 @@ import torch
 
 from dtensor.costs import LATENCY, SECONDS_PER_BYTE, costs_of
 from dtensor.moves import Mask, Move, alias, move_of, plain
-from dtensor.plan import Step, local_elements, plan_steps
+from dtensor.plan import local_elements, plan_steps
 from dtensor.spec import Spec
+from dtensor.steps import Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from dtensor import (
     visualize_sharding,
 )
 from dtensor.exchange import Exchange
-from dtensor.plan import average_shard
+from dtensor.steps import average_shard
 from dtensor.tensor import local_of
 
 F64 = torch.float64

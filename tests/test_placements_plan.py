@@ -24,7 +24,8 @@ from dtensor import (
 )
 from dtensor.costs import CostTable, costs_of, set_costs
 from dtensor.placement import Placements, normal
-from dtensor.plan import average_shard, edges, plan_steps
+from dtensor.plan import plan_steps
+from dtensor.steps import average_shard, edges
 from dtensor.tensor import local_of
 
 R = Replicate()
