@@ -139,40 +139,43 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         "inputs",
     )
     given = dict(zip(names, args, strict=False)) | kwargs
-    create = bool(given.get("create_graph", False))
-    retain = given.get("retain_graph")
-    inputs = given.get("inputs")
-    if inputs is not None and len(_listed(inputs)) == 0:
-        raise RuntimeError("backward: `inputs` must not be empty")
-    outs, seeds = _prepared(given["tensors"], given.get("grad_tensors"), "backward")
-    if outs:
-        _run(
-            outs,
-            seeds,
-            create if retain is None else retain,
-            create,
-            tuple(_listed(inputs)),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+    _start(
+        given["tensors"],
+        given.get("grad_tensors"),
+        given.get("retain_graph"),
+        bool(given.get("create_graph", False)),
+        given.get("inputs"),
+    )
 
 
 @handles(T.backward)
 def _tensor_backward(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args, strict=False)) | kwargs
-    _backward(
-        func,
-        (given["self"],),
-        {
-            "grad_tensors": None
-            if given.get("gradient") is None
-            else [given["gradient"]],
-            "retain_graph": given.get("retain_graph"),
-            "create_graph": given.get("create_graph", False),
-            "inputs": given.get("inputs"),
-        },
+    _start(
+        given["self"],
+        given.get("gradient"),
+        given.get("retain_graph"),
+        bool(given.get("create_graph", False)),
+        given.get("inputs"),
     )
+
+
+def _start(tensors: Any, seeds: Any, retain: Any, create: bool, inputs: Any) -> None:
+    """Run one backward that accumulates into the leaves."""
+    if inputs is not None and len(_listed(inputs)) == 0:
+        raise RuntimeError("backward: `inputs` must not be empty")
+    outs, made = _prepared(tensors, seeds, "backward")
+    if outs:
+        _run(
+            outs,
+            made,
+            create if retain is None else retain,
+            create,
+            tuple(_listed(inputs)),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
 
 @handles(torch.autograd.grad)

@@ -192,6 +192,8 @@ def watch_leaf(leaf: DTensor) -> None:
     if "_leaf_number" in state:
         return
     leaf._spec.dual()  # refuses what has no gradient of its own
+    if _is_settled(leaf._spec):  # what it receives lies as it does
+        return
     memo = leaf._spec.world.memo
     state["_leaf_number"] = memo["leaves"] = memo.get("leaves", 0) + 1
     state["_in_bucket"] = None
@@ -199,7 +201,7 @@ def watch_leaf(leaf: DTensor) -> None:
 
     def reached(grad: T) -> None:
         leaf = ref()
-        if leaf is None or leaf.__dict__.get("_capturing") or _is_settled(leaf._spec):
+        if leaf is None or leaf.__dict__.get("_capturing"):
             return
         if not _SYNC.get() and Partial("avg") not in leaf._spec.placements:
             _make_dual(leaf)

@@ -311,6 +311,23 @@ class DTensor(torch.Tensor):
         """
         return boundary.full_out(self, self._spec, grad_placements)
 
+    def backward(
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """As ``Tensor.backward``; a replicated loss counts once.
+
+        Args:
+            gradient: Of this tensor: a DTensor of its shape, or this rank's plain
+                local cotangent. May be left out for one element.
+            retain_graph, create_graph, inputs: As in torch.
+        """
+        given = (self, gradient, retain_graph, create_graph, inputs)
+        HANDLERS[_BASE.backward](_BASE.backward, given, {})
+
     # ---- properties that torch stores on the C++ tensor ----------------------
     @property
     def data(self) -> DTensor:

@@ -133,7 +133,7 @@ def test_s1_deepcopy_between_micro_batches() -> None:
 @ranks(2)
 def test_s1_copy_copy_shares_memory() -> None:
     """1: copy.copy, as torch's, is another object on the same shard."""
-    x = nn.Parameter(lay(gen(4), Shard(0)))
+    x = nn.Parameter(lay(gen(4), Replicate()))  # a leaf whose gradient is reduced
     y = copy.copy(x)
     assert y is not x and y.data_ptr() == x.data_ptr() and y._spec is x._spec
     assert isinstance(y, nn.Parameter) and "_leaf_number" in y.__dict__
