@@ -16,7 +16,7 @@ from dtensor.mesh.world import current_world
 from dtensor.notation import Notation, parse
 from dtensor.planning import Op
 from dtensor.registry import HANDLERS
-from dtensor.rules import indexing, linalg, nn, views
+from dtensor.rules import cuts, indexing, linalg, nn, views
 from dtensor.rules.convolution import convolution, padded, spatial
 from dtensor.rules.foreach import foreach, fused_optimizer
 from dtensor.rules.pointwise import (
@@ -196,10 +196,10 @@ _fill("expand expand_as broadcast_to", views.expand)
 _fill("broadcast_tensors", views.broadcast_tensors)
 _fill("repeat tile", views.repeated)
 _fill("diagonal", views.diagonal)
-_fill("narrow", views.cut_dim(1, drop=False, many=False))
-_fill("select", views.cut_dim(1, drop=True, many=False))
-_fill("unbind", views.cut_dim(1, drop=True, many=True))
-_fill("split split_with_sizes chunk tensor_split", views.cut_dim(2, False, True))
+_fill("narrow", cuts.cut_dim(1, drop=False, many=False))
+_fill("select", cuts.cut_dim(1, drop=True, many=False))
+_fill("unbind", cuts.cut_dim(1, drop=True, many=True))
+_fill("split split_with_sizes chunk tensor_split", cuts.cut_dim(2, False, True))
 _fill("cat concat concatenate", views.joined(new_dim=False))
 _fill("stack", views.joined(new_dim=True))
 _fill("tril triu", views.matrix_whole)
