@@ -30,7 +30,7 @@ class Unhashable(Exception):
     """An argument that cannot be part of a cache key: the call is planned anew."""
 
 
-def frozen(x: Any, numbers: bool) -> Any:
+def frozen(x: Any, numbers: bool, floats: bool = False) -> Any:
     """An argument as part of a cache key; values carry their type (1, True, 1.0)."""
     t = type(x)
     if t is DTensor:
@@ -38,11 +38,11 @@ def frozen(x: Any, numbers: bool) -> Any:
     if t is int or t is bool:
         return (t, x) if numbers or t is bool else t
     if t is float or t is complex:
-        return t
+        return (t, x) if floats else t
     if x is None or t is str or x is Ellipsis:
         return x
     if t is list or t is tuple or t is torch.Size:
-        return (t, *[frozen(v, numbers) for v in x])
+        return (t, *[frozen(v, numbers, floats) for v in x])
     if t is slice:
         return (t, frozen((x.start, x.stop, x.step), numbers))
     if isinstance(x, torch.Tensor):
@@ -58,19 +58,19 @@ def frozen(x: Any, numbers: bool) -> Any:
     if t is torch.Generator:
         return t
     if isinstance(x, float):  # numpy's double
-        return float
+        return (float, float(x)) if floats else float
     if isinstance(x, np.integer):
         return (int, int(x)) if numbers else int
     if isinstance(x, dict):
-        return (t, *[(k, frozen(v, numbers)) for k, v in x.items()])
+        return (t, *[(k, frozen(v, numbers, floats)) for k, v in x.items()])
     if isinstance(x, tuple):
-        return (t, *[frozen(v, numbers) for v in x])
+        return (t, *[frozen(v, numbers, floats) for v in x])
     raise Unhashable
 
 
 def planned(op: Op) -> Handler:
     """The handler of an op that has a rule."""
-    numbers, dtypes = op.numbers, op.dtypes
+    numbers, dtypes, floats = op.numbers, op.dtypes, op.floats
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs:
@@ -83,16 +83,16 @@ def planned(op: Op) -> Handler:
                 if t is DTensor:
                     spec = x._spec
                     key.append(spec)
-                elif t is float:
+                elif t is float and not floats:
                     key.append(t)
                 else:
-                    key.append(frozen(x, numbers))
+                    key.append(frozen(x, numbers, floats))
             if kwargs:
                 if kwargs.get("out") is not None:
                     return into(handler, func, args, kwargs)
                 for k, x in kwargs.items():
                     key.append(k)
-                    key.append(frozen(x, numbers))
+                    key.append(frozen(x, numbers, floats))
             if dtypes:
                 key.extend(t.dtype for _, t in tensors_in(args, kwargs))
             if spec is None:

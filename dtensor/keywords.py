@@ -38,7 +38,7 @@ def signatures(func: Any) -> tuple[tuple[str, ...], ...]:
         found = torch._C._jit_get_schemas_for_operator(named)
     own = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
     return tuple(
-        tuple(a.name if own else ALIASES.get(a.name, a.name) for a in s.arguments)
+        tuple("input" if a.name == "self" and not own else a.name for a in s.arguments)
         for s in found
     )
 

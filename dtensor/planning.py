@@ -39,9 +39,11 @@ class Op:
         name: Name in messages.
         rule: Gives the notation of a call.
         numbers: Whether the rule reads integers (sizes, dims); where it does not,
-            they stay out of the cache key. Floats never enter it.
+            they stay out of the cache key.
         inplace: Whether the first operand is written.
         dtypes: Whether the rule reads the operands' dtypes; they are in the key then.
+        floats: Whether the rule or the result's shape depends on floats; they are in
+            the key then.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Op:
     numbers: bool
     inplace: bool
     dtypes: bool = False
+    floats: bool = False
 
 
 @dataclass(slots=True)

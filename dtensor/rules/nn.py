@@ -200,7 +200,7 @@ def cross_entropy(call: Call) -> Notation:
                 )
                 for axis in axes:
                     count = functional.all_reduce(count, spec.comm(axis))
-            return total / count
+            return total / count.to(total.dtype)
 
         return mean
 

@@ -249,7 +249,8 @@ def rule_of(name: str, inplace: bool) -> Op | None:
         return None
     ours = getattr(rule, "__module__", "").partition(".")[0] == "dtensor"
     typed = name in TYPED or not ours  # a user's rule may read anything
-    return Op(name, rule, name not in NUMBERLESS, inplace, typed)
+    floats = "upsample" in name or not ours  # scale factors
+    return Op(name, rule, name not in NUMBERLESS, inplace, typed, floats)
 
 
 # ---- random ops: see randomness.py -----------------------------------------------
