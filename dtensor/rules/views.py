@@ -2,78 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
-from dtensor.calls import Call, Operand
-from dtensor.moves import pieces_of
+from dtensor.calls import Call
+from dtensor.custom_placement import CustomPlacement
 from dtensor.notation import Layout, Letters, Notation
-from dtensor.placement import Placement, Replicate, Shard, axes_of
+from dtensor.placement import Placement, Replicate, Shard, normal
 from dtensor.rules.pointwise import built_in, without_partial
 from dtensor.rules.reductions import dims_of
+from dtensor.rules.reshapes import kept
 from dtensor.spec import Spec
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 
 
-def reshape_letters(
-    x: Operand, shape: Sequence[int]
-) -> tuple[Letters, Letters, set[Hashable]]:
-    """Letters of a reshape from ``x.shape`` to ``shape``.
+def reshaped(local: bool) -> Callable[[Call], Layout]:
+    """Rule of view and reshape; ``local``: sizes are arguments and become local.
 
-    Both shapes fall into groups with equal products. A cut survives in a group where
-    it is on the group's first dim and the pieces of the first dim of the result, times
-    what lies inside, are the same pieces. Every other dim must be whole.
-
-    Returns:
-        Letters before, letters after, letters that must stay whole.
+    A second operand, as ``view_as`` has, lends its shape alone and stays as it is.
     """
-    before = tuple(x.shape)
-    letters: list[Hashable] = [("in", d) for d in range(len(before))]
-    after: list[Hashable] = [("out", d) for d in range(len(shape))]
-    whole: set[Hashable] = set(letters)
-    i = j = 0
-    while i < len(before) and j < len(shape):
-        if before[i] == 1 and shape[j] != 1:
-            i += 1
-            continue
-        if shape[j] == 1 and before[i] != 1:
-            j += 1
-            continue
-        i0, j0, a, b = i, j, before[i], shape[j]
-        i, j = i + 1, j + 1
-        while a != b:
-            if a < b and i < len(before):
-                a, i = a * before[i], i + 1
-            elif j < len(shape):
-                b, j = b * shape[j], j + 1
-            else:
-                break
-        if a != b:
-            break
-        parts = [x.spec.mesh.shape[axis] for axis in axes_of(x.placements, i0)]
-        inner = math.prod(before[i0 + 1 : i]), math.prod(shape[j0 + 1 : j])
-        pieces = [n * inner[0] for n in pieces_of(before[i0], parts)]
-        if pieces == [n * inner[1] for n in pieces_of(shape[j0], parts)]:
-            after[j0] = letters[i0]
-            whole.discard(letters[i0])
-    return tuple(letters), tuple(after), whole
 
-
-def reshaped(local: bool) -> Callable[[Call], Notation]:
-    """Rule of view and reshape; ``local``: sizes are arguments and become local."""
-
-    def rule(call: Call) -> Notation:
+    def rule(call: Call) -> Layout:
         x = call.operands[0]
         shape = call.shapes()[0]
-        before, after, whole = reshape_letters(x, shape)
-        extra: list[Letters] = [
-            tuple(("lent", i, d) for d in range(o.ndim))
-            for i, o in enumerate(call.operands[1:])
-        ]
+        wanted, there = kept(x, tuple(shape))
         name = "view" if call.name.startswith("view") else "reshape"
 
         def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
@@ -84,12 +39,10 @@ def reshaped(local: bool) -> Callable[[Call], Notation]:
 
             return reshape
 
-        return Notation(
-            [before, *extra],
-            [after],
-            whole=whole | {x for s in extra for x in s},
-            linear=[{0}],
-            shapes=[shape],
+        return Layout(
+            [wanted, *(o.placements for o in call.operands[1:])],
+            [there],
+            [shape],
             run=run if local else None,
             view=True,
         )
@@ -97,7 +50,7 @@ def reshaped(local: bool) -> Callable[[Call], Notation]:
     return rule
 
 
-def view(call: Call) -> Notation:
+def view(call: Call) -> Notation | Layout:
     """``Tensor.view``: sizes, or a dtype."""
     if (
         call.args[1:]
@@ -192,35 +145,33 @@ def pairs(call: Call) -> Notation:
     )
 
 
-def expand(call: Call) -> Notation:
-    """``expand``, ``expand_as``, ``broadcast_to``: stretched dims are new and whole."""
+def expand(call: Call) -> Layout:
+    """``expand``, ``expand_as``, ``broadcast_to``: stretched dims are whole.
+
+    A second operand lends its shape alone and stays as it is.
+    """
     x = call.operands[0]
     shape = call.shapes()[0]
     lead = len(shape) - x.ndim
-    ins: list[Hashable] = []
-    out: list[Hashable] = [("new", d) for d in range(lead)]
-    whole: set[Hashable] = set()
-    for d, n in enumerate(x.shape):
-        ins.append(d)
-        stretched = shape[d + lead] != n
-        if stretched:
-            whole.add(d)
-        out.append(("new", d + lead) if stretched else d)
-    extra: list[Letters] = [
-        tuple(("lent", i, d) for d in range(o.ndim))
-        for i, o in enumerate(call.operands[1:])
-    ]
+    wanted: list[Placement] = []
+    out: list[Placement] = []
+    for p in x.placements:
+        dim = p.dim if isinstance(p, Shard) else None
+        if isinstance(p, CustomPlacement):
+            dim = p.along
+        if p.is_cut() and (dim is None or shape[dim + lead] != x.shape[dim]):
+            p, dim = Replicate(), None
+        wanted.append(p)
+        out.append(p if dim is None else p.at_dim(dim + lead))
 
     def run(specs: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
         sizes = outs[0].local_shape
         return lambda func, args, kwargs: torch.Tensor.expand(args[0], sizes)
 
-    return Notation(
-        [tuple(ins), *extra],
-        [tuple(out)],
-        whole=whole | {x for s in extra for x in s},
-        linear=[{0}],
-        shapes=[shape],
+    return Layout(
+        [normal(tuple(wanted)), *(o.placements for o in call.operands[1:])],
+        [normal(tuple(out))],
+        [shape],
         run=run,
         view=True,
     )
