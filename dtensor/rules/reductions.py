@@ -8,18 +8,11 @@ from typing import Any
 
 import torch
 
-from dtensor.calls import Call, Operand
-from dtensor.collectives import functional
-from dtensor.mesh.chunks import chunk_sizes
-from dtensor.notation import Layout, Letters, Notation
-from dtensor.placement import Placement, Replicate, Shard, axes_of
+from dtensor.calls import Call, Operand, Rule
+from dtensor.notation import Letters, Notation
 from dtensor.redistribute import plain
-from dtensor.rules.pointwise import (
-    broadcast_letters,
-    built_in,
-    whole_ones,
-    without_partial,
-)
+from dtensor.rules.partition import Partition, anything, reducing
+from dtensor.rules.pointwise import broadcast_letters, whole_ones
 from dtensor.spec import Spec
 
 
@@ -183,53 +176,66 @@ def along_dim(
     return rule
 
 
-def norm(call: Call) -> Layout:
-    """``linalg.vector_norm(x, ord, dim, keepdim)``: the norm of the shards' norms.
-
-    Bytes sent per rank along a sharded dim: those of the result, times the ranks. The
-    inf norm with a gradient (whose ties torch shares out) and orders below 1 gather.
-    """
-    dims, keep = reduce_args(call, 2, 3)
-    x = first(call)
-    places = built_in(without_partial(x.placements))
-    axes = [a for d in dims for a in axes_of(places, d)]
-    letters = out_letters(x.ndim, dims, keep)
-    out: list[Placement] = []
-    for p in places:
-        free = isinstance(p, Shard) and p.dim not in dims
-        out.append(p.at_dim(letters.index(p.dim)) if free else Replicate())  # type: ignore[attr-defined]
+def nanaveraged(call: Call) -> Notation:
+    """``nanmean``: each shard's sum, divided by how many are no nan in all shards."""
+    dims, keep = reduce_args(call, 1, 2)
+    n = first(call).ndim
 
     def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
-        if not axes:
-            return lambda func, args, kwargs: func(*args, **kwargs)
-        spec, shape = ins[0], outs[0].local_shape
+        part = Partition(ins[0], dims)
 
-        def norm_of_norms(func: Any, args: Any, kwargs: Any) -> Any:
-            order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-            local = plain(args[0])
-            if order < 1 or order == math.inf and local.requires_grad:
-                for axis in reversed(axes):
-                    local = gathered(local, spec, axis)
-                return func(local, *args[1:], **kwargs)
-            given = {"dtype": kwargs.get("dtype")}
-            if local.numel() == 0 and order == math.inf:  # torch has no such norm
-                local = local.sum(dims, keepdim=True, **given).abs()
-            else:
-                local = func(local, order, dims, True, **given)
-            for axis in reversed(axes):
-                each = (1,) * spec.mesh.shape[axis]
-                parts = functional.all_gather(local[None], spec.comm(axis), 0, each)
-                local = func(parts, order, 0)
-            return local.reshape(shape)
+        def mean(func: Any, args: Any, kwargs: Any) -> Any:
+            if not part.axes:
+                return func(*args, **kwargs)
+            x = plain(args[0])
+            count = part.fold((~x.isnan()).sum(dims, keepdim=keep), "sum")
+            named = {k: v for k, v in kwargs.items() if k == "dtype"}
+            return torch.nansum(x, dims, keepdim=keep, **named) / count
 
-        return norm_of_norms
+        return mean
 
-    return Layout([places], [tuple(out)], call.shapes(), run=run)
+    return Notation(
+        [tuple(range(n))], [out_letters(n, dims, keep)], contracted=set(dims), run=run
+    )
 
 
-def gathered(local: torch.Tensor, spec: Spec, axis: int) -> torch.Tensor:
-    """The shard with the dim that ``axis`` cuts made whole; later axes come first."""
-    p = spec.placements[axis]
-    assert isinstance(p, Shard), "only sharded axes are gathered"
-    sizes = chunk_sizes(spec.block(p.dim, axis)[1], spec.mesh.shape[axis])
-    return functional.all_gather(local, spec.comm(axis), p.dim, sizes)
+def counted(call: Call) -> Notation:
+    """``count_nonzero``: the counts of the shards are addends."""
+    dims = dims_of(call.arg(1, "dim"), first(call).ndim)
+    n = first(call).ndim
+    return Notation(
+        [tuple(range(n))], [out_letters(n, dims, False)], contracted=set(dims)
+    )
+
+
+def truth(op: str) -> Rule:
+    """The rule of ``any`` and ``all``: reduced at once, by one all-reduce of results.
+
+    The result could wait as addends of bor or band; but hardly an op takes truth values
+    without reducing them first, and several such ops would each reduce anew.
+    """
+
+    def program(part: Partition, x: torch.Tensor, args: Any, kwargs: Any) -> Any:
+        find = torch.any if op == "max" else torch.all
+        return part.fold(find(x, part.dims, keepdim=True), op)
+
+    return reducing(
+        lambda call: reduce_args(call, 1, 2), program, anything, whole_dims(1, 2)
+    )
+
+
+def product(part: Partition, x: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """``prod``: torch's own product of the shards' products, so zeros are right."""
+    dtype = kwargs.get("dtype")
+    if len(part.dims) == 1:
+        local = torch.prod(x, part.dims[0], keepdim=True, dtype=dtype)
+    else:
+        local = torch.prod(x, dtype=dtype).reshape((1,) * x.ndim)
+    if not local.requires_grad:
+        return part.fold(local, "product")
+    return torch.prod(part.stacked(local), 0, dtype=dtype)
+
+
+prod: Rule = reducing(
+    lambda call: reduce_args(call, 1, 2), product, anything, whole_dims(1, 2)
+)

@@ -16,9 +16,11 @@ from dtensor.mesh.world import current_world
 from dtensor.notation import Notation, parse
 from dtensor.planning import Op
 from dtensor.registry import HANDLERS
-from dtensor.rules import cuts, indexing, linalg, nn, views
+from dtensor.rules import cuts, extrema, indexing, linalg, nn, scans, views
 from dtensor.rules.convolution import convolution, padded, spatial
 from dtensor.rules.foreach import foreach, fused_optimizer
+from dtensor.rules.moments import spread
+from dtensor.rules.norms import norm
 from dtensor.rules.pointwise import (
     BRANCHES,
     FIRST,
@@ -36,17 +38,28 @@ from dtensor.rules.pointwise import (
 from dtensor.rules.reductions import (
     along_dim,
     averaged,
+    counted,
+    nanaveraged,
     nansummed,
-    norm,
+    prod,
     summed,
+    truth,
     whole_dims,
 )
+from dtensor.rules.softmax import logsumexp, softmax
 
 RULES: dict[str, Rule] = {}
 # Ops whose rule does not read integers: they stay out of the cache key.
 NUMBERLESS: set[str] = set()
 # Ops whose rule reads dtypes: a sum that rounds to whole numbers, a cast, is not linear.
-TYPED = set("copy _foreach_copy cumsum nansum sum to type type_as".split())
+TYPED = set("copy _foreach_copy nansum sum to type type_as".split())
+# ... and those along a cut dim whose small results travel, for some dtypes.
+TYPED |= set(
+    """
+    all amax amin aminmax any argmax argmin cummax cummin cumprod cumsum linalg_vector_norm
+    log_softmax logcumsumexp logsumexp max min prod softmax std std_mean var var_mean
+    """.split()
+)
 
 
 def by_notation(text: str, linear: bool = False) -> Rule:
@@ -152,18 +165,34 @@ _fill("new_zeros new_ones new_full new_empty", views.created)
 _fill("sum", summed)
 _fill("nansum", nansummed)
 _fill("mean", averaged)
-_fill("amax amin argmax argmin prod logsumexp nanmean any all", whole_dims(1, 2))
-_fill("count_nonzero", whole_dims(1, 9))
-_fill("std var", whole_dims(1, 3))
-_fill("var_mean std_mean", whole_dims(1, 3, outs=2))
-_fill("max min median nanmedian", whole_dims(1, 2, outs=2, needs_dim=True))
+_fill("nanmean", nanaveraged)
+_fill("count_nonzero", counted)
+_fill("any", truth("max"))
+_fill("all", truth("min"))
+_fill("prod", prod)
+_fill("logsumexp", logsumexp)
+_fill("amax", extrema.amax(True))
+_fill("amin", extrema.amax(False))
+_fill("max", extrema.with_index(True))
+_fill("min", extrema.with_index(False))
+_fill("argmax", extrema.arg(True))
+_fill("argmin", extrema.arg(False))
+_fill("aminmax", extrema.aminmax)
+_fill("var", spread(deviation=False, with_mean=False))
+_fill("std", spread(deviation=True, with_mean=False))
+_fill("var_mean", spread(deviation=False, with_mean=True))
+_fill("std_mean", spread(deviation=True, with_mean=True))
+_fill("median nanmedian", whole_dims(1, 2, outs=2, needs_dim=True))
 _fill("mode", whole_dims(1, 2, outs=2, default=-1))
 _fill("linalg_vector_norm", norm)
-_fill("softmax log_softmax", along_dim(1))
-_fill("cumsum", along_dim(1, linear=True))
-_fill("cumprod logcumsumexp", along_dim(1))
+_fill("softmax", softmax(log=False))
+_fill("log_softmax", softmax(log=True))
+_fill("cumsum", scans.cumsum)
+_fill("cumprod", scans.cumprod)
+_fill("logcumsumexp", scans.logcumsumexp)
+_fill("cummax", scans.cummax)
+_fill("cummin", scans.cummin)
 _fill("glu", along_dim(1, -1))
-_fill("cummax cummin", along_dim(1, outs=2))
 _fill("sort", along_dim(1, -1, outs=2))
 _fill("argsort", along_dim(1, -1))
 _fill("topk", along_dim(2, -1, outs=2))

@@ -1,0 +1,105 @@
+"""Mean and variance over cut dims: each shard's moments, put together.
+
+Pieces with n_i elements, means m_i and sums of squared deviations s_i have together the
+mean m = sum(n_i m_i) / n and the sum of squares sum(s_i + n_i (m_i - m)^2) (Chan, Golub
+and LeVeque 1983, "Algorithms for computing the sample variance"). No square of a large
+number is subtracted from another. Bytes sent: two numbers per result and rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtensor.calls import Call, Rule
+from dtensor.rules.partition import Partition, inexact, reducing
+from dtensor.rules.reductions import reduce_args, whole_dims
+
+T = torch.Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which moments are put together."""
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def narrow_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a shard's squares are summed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def moments(part: Partition, x: T, inner: list[int] | None = None) -> tuple[T, T]:
+    """Mean and sum of squared deviations over all pieces, reduced dims kept.
+
+    Differentiable. The mean has the dtype ``wide(x.dtype)``, so that no digit is lost
+    where the mean is large and the deviations are small.
+
+    Args:
+        part: The partition.
+        x: This rank's shard.
+        inner: The dims, where they are not those of the partition but stand for them.
+    """
+    dims = part.dims if inner is None else inner
+    exact = wide(x.dtype)
+    if part.mine.size:
+        mean = x.mean(dims, keepdim=True, dtype=exact)
+        variance = torch.var(x.to(narrow_of(x.dtype)), dims, correction=0, keepdim=True)
+        squares = variance.to(exact) * part.mine.size
+    else:
+        mean = squares = x.sum(dims, keepdim=True, dtype=exact)
+        squares = squares * 0
+    if not part.axes:
+        return mean, squares.real if exact.is_complex else squares
+    both = part.stacked(torch.stack([mean, squares]))  # (pieces, 2, ...)
+    means, parts = both[:, 0], both[:, 1]
+    sizes = [p.size for p in part.pieces]
+    shape = (len(sizes),) + (1,) * x.ndim
+    counts = torch.tensor(sizes, dtype=torch.float64, device=x.device).reshape(shape)
+    total = sum(sizes)
+    mean = (means * (counts / total)).sum(0)
+    away = means - mean
+    squares = parts.sum(0).real + (counts * (away * away.conj()).real).sum(0)
+    return mean, squares
+
+
+def root(x: T) -> T:
+    """The square root, with the gradient zero at zero, as torch's ``std`` has it."""
+    zero = x == 0
+    return x.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+
+
+def correction_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The correction of ``var(x, dim, unbiased, keepdim)`` and its other forms."""
+    given = kwargs.get("correction")
+    if given is not None:
+        return float(given)
+    unbiased = kwargs.get("unbiased")
+    if args and isinstance(args[0], bool):  # var(x, unbiased)
+        unbiased = args[0]
+    elif len(args) > 1 and isinstance(args[1], bool):
+        unbiased = args[1]
+    return 1.0 if unbiased is None else float(unbiased)
+
+
+def spread(deviation: bool, with_mean: bool) -> Rule:
+    """The rule of ``var`` (``std``), with the mean or without."""
+
+    def program(
+        part: Partition, x: T, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        mean, squares = moments(part, x)
+        left = max(0.0, part.size - correction_of(args, kwargs))
+        out = squares / left
+        if deviation:
+            out = root(out)
+        out = out.to(torch.empty((), dtype=x.dtype).abs().dtype)
+        return (out, mean.to(x.dtype)) if with_mean else out
+
+    outs = 2 if with_mean else 1
+    return reducing(parse, program, inexact, whole_dims(1, 3, outs=outs), outs=outs)
+
+
+def parse(call: Call) -> tuple[list[int], bool]:
+    """Dims and ``keepdim`` of ``var`` and its kind."""
+    return reduce_args(call, 1, 3)
