@@ -110,9 +110,9 @@ def planned(op: Op) -> Handler:
                 if not promotes():
                     raise
                 return handler(func, *promoted(args, kwargs))
+        if plan.communicates:
+            judge(op.name, plan.text, plan.nbytes, MEND, False)
         if plan.moves:
-            if plan.communicates:
-                judge(op.name, plan.text, plan.nbytes, MEND, False)
             args, kwargs = moved(plan, args, kwargs)
         if plan.rewrite is not None:
             args, kwargs = plan.rewrite(args, kwargs)

@@ -52,6 +52,8 @@ class Notation:
         many: Whether the op returns a sequence, even of one result.
         copies: Whether elements come out as they went in, so that addends of every
             reduction may stay addends; so of a linear view in any case.
+        sends: Elements that ``run`` itself sends per rank, from the specs of operands
+            and results; None: it sends none.
     """
 
     ins: Sequence[Letters]
@@ -66,6 +68,7 @@ class Notation:
     view: bool = False
     many: bool = False
     copies: bool = False
+    sends: Callable[..., float] | None = None
 
     @property
     def moves(self) -> bool:
@@ -81,7 +84,7 @@ class Layout:
         ins: Placements wanted of each operand.
         outs: Placements of each result.
         shapes: Global shape of each result.
-        run, rewrite, view, many: As in ``Notation``.
+        run, rewrite, view, many, sends: As in ``Notation``.
     """
 
     ins: Sequence[Placements]
@@ -91,6 +94,7 @@ class Layout:
     rewrite: Callable[..., Any] | None = None
     view: bool = False
     many: bool = False
+    sends: Callable[..., float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,10 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             nbytes += move.elements * o.dtype.itemsize
     outs = [spec.replace(p, tuple(s)) for p, s in zip(n.outs, n.shapes, strict=True)]
     ins = [o.spec.replace(w) for o, w in zip(operands, n.ins, strict=True)]
-    run, rewrite = n.run, n.rewrite
+    run, rewrite, sent = n.run, n.rewrite, 0.0
+    if n.sends is not None and spec.coordinate is not None:
+        sent = n.sends(ins, outs)
+        nbytes += sent * operands[0].dtype.itemsize
     if spec.coordinate is None:
         run, rewrite, moves = outsider(outs, op.inplace), None, []
     else:
@@ -135,8 +138,9 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         out=outs if n.many or len(outs) != 1 else outs[0],
         run=run,
         rewrite=rewrite,
-        communicates=any(t.communicates for _, t in moves),
-        moved_view=n.view and any(p == operands[0].path for p, _ in moves),
+        communicates=sent > 0 or any(t.communicates for _, t in moves),
+        moved_view=n.view
+        and (sent > 0 or any(p == operands[0].path for p, _ in moves)),
         inplace=op.inplace,
         text=text,
         nbytes=nbytes,
@@ -159,7 +163,7 @@ def settled(
     if found is None:
         return None
     ins, outs = found
-    return Layout(ins, outs, shapes, n.run, n.rewrite, n.view, n.many)
+    return Layout(ins, outs, shapes, n.run, n.rewrite, n.view, n.many, n.sends)
 
 
 def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,203 +1,612 @@
-"""Indexing: dims taken by a full slice keep their cut, all others must be whole."""
+"""Reading by index: cut dims stay cut, and only what changes owner moves.
+
+An index is parsed as torch reads it: numbers and slices first, then all arrays at once.
+Along a sharded dim a slice is taken by ``taking.Take``, a number is broadcast by the
+rank that has it, and an array picks on each rank what it has, zeros for the rest, which
+makes addends; or the dim is gathered where that costs less.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from dtensor.calls import Call, NoRule, Operand
+from dtensor.collectives import functional
+from dtensor.moves import comm_over
 from dtensor.notation import Letters, Notation
+from dtensor.placement import Shard, axes_of
+from dtensor.redistribute import plain
 from dtensor.rules.reductions import dims_of
+from dtensor.spec import Spec
+from dtensor.taking import Progression, Take, blocks_of, take_plan
 
 
-def _is_array(x: Any) -> bool:
+# ---- what an index says ---------------------------------------------------------------
+@dataclass(slots=True)
+class Item:
+    """One entry of an index.
+
+    Attributes:
+        kind: ``all``, ``slice``, ``number``, ``new``, ``array``, ``mask``.
+        dim: The (first) dim of the operand it takes; -1: none.
+        value: The entry; a 0-d tensor is a number not known yet.
+        place: Its place in the index, for the tensors of the local call.
+        dims: Number of dims it takes.
+        run: Of a slice.
+    """
+
+    kind: str
+    dim: int
+    value: Any
+    place: int
+    dims: int = 1
+    run: Progression | None = None
+
+
+def is_mask(x: Any) -> bool:
+    """Whether an entry is a boolean tensor or array."""
+    kinds = ("torch.bool", "torch.uint8", "bool", "uint8")
+    if isinstance(x, (Operand, torch.Tensor, np.ndarray)):
+        return str(x.dtype) in kinds
+    if isinstance(x, (list, tuple)):
+        return any(is_mask(v) for v in x)
+    return isinstance(x, (bool, np.bool_))
+
+
+def is_array(x: Any) -> bool:
+    """Whether an entry is a tensor, an array or a nested sequence."""
     return isinstance(x, (Operand, list, tuple, range, np.ndarray))
 
 
-def _by_mask(index: Any) -> bool:
-    """Whether some index is boolean, alone or inside a list or array."""
-    if isinstance(index, (tuple, list)):
-        return any(_by_mask(i) for i in index)
-    if isinstance(index, (Operand, np.ndarray)):
-        return str(index.dtype) in ("torch.bool", "torch.uint8", "bool", "uint8")
-    return isinstance(index, (bool, np.bool_))
+def of_numbers(x: Any) -> bool:
+    """Whether a (nested) sequence holds whole numbers alone."""
+    if isinstance(x, (list, tuple, range)):
+        return all(of_numbers(v) for v in x)
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
-def index_letters(
-    x: Operand, index: Any, result_ndim: int
-) -> tuple[Letters, Letters, set[Hashable]]:
-    """Letters of ``x``, of ``x[index]``, and those that must stay whole."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(i is Ellipsis for i in items):
-        at = next(k for k, i in enumerate(items) if i is Ellipsis)
-    else:
-        at = len(items)
-        items.append(Ellipsis)
-    taken = sum(i is not None and i is not Ellipsis for i in items)
-    items[at : at + 1] = [slice(None)] * (x.ndim - taken)
-    letters: Letters = tuple(range(x.ndim))
-    whole: set[Hashable] = set()
+def of_booleans(x: Any) -> bool:
+    """Whether a (nested) sequence holds booleans alone."""
+    if isinstance(x, (list, tuple)):
+        return bool(x) and all(of_booleans(v) for v in x)
+    return isinstance(x, (bool, np.bool_))
+
+
+def parsed(shape: Sequence[int], index: Any) -> list[Item] | None:
+    """The entries of an index, one for every dim and every new one.
+
+    None where it is of a kind that is left to torch: then all dims must be whole.
+    """
+    entries = list(index) if isinstance(index, tuple) else [index]
+    spans = []
+    for k, e in enumerate(entries):
+        if isinstance(e, (list, tuple)) and of_booleans(e):
+            e = entries[k] = np.asarray(e)
+        if (
+            isinstance(e, (bool, np.bool_))
+            or is_mask(e)
+            and not (isinstance(e, (Operand, np.ndarray)) and e.ndim > 0)
+        ):
+            return None
+        if isinstance(e, (list, tuple, range)) and not of_numbers(e):
+            return None
+        spans.append(0 if e is None or e is Ellipsis else e.ndim if is_mask(e) else 1)
+    left = len(shape) - sum(spans)
+    if left < 0:
+        return None  # torch says what is wrong
+    if not any(e is Ellipsis for e in entries):
+        entries, spans = [*entries, Ellipsis], [*spans, 0]
+    items: list[Item] = []
+    dim = 0
+    for place, (e, span) in enumerate(zip(entries, spans, strict=True)):
+        if e is Ellipsis:
+            items += [Item("all", dim + k, slice(None), -1) for k in range(left)]
+            span, left = left, 0
+        elif e is None:
+            items.append(Item("new", -1, None, place))
+        elif isinstance(e, slice):
+            if any(isinstance(v, Operand) for v in (e.start, e.stop, e.step)):
+                return None
+            start, stop, step = e.indices(shape[dim])
+            count = len(range(start, stop, step))
+            whole = count == shape[dim] and step == 1
+            kind = "all" if whole else "slice"
+            run = Progression(0, start, count, step)
+            items.append(Item(kind, dim, e, place, run=run))
+        elif isinstance(e, np.ndarray) and is_mask(e):
+            if e.shape != tuple(shape[dim : dim + span]):
+                return None  # torch says what is wrong
+            for k, found in enumerate(e.nonzero()):
+                items.append(Item("array", dim + k, found, -1))
+        elif is_mask(e):
+            items.append(Item("mask", dim, e, place, span))
+        elif is_array(e) and not (isinstance(e, Operand) and e.ndim == 0):
+            items.append(Item("array", dim, e, place))
+        else:
+            if not isinstance(e, Operand) and not hasattr(e, "__index__"):
+                return None
+            items.append(Item("number", dim, e, place))
+        dim += span
+    return items
+
+
+def indexed_letters(items: Sequence[Item], picked: int) -> Letters:
+    """Letters of the result: where each dim goes, and where the picked ones are.
+
+    Args:
+        items: The entries.
+        picked: Number of dims that all arrays together make.
+    """
     out: list[Hashable] = []
-    arrays: list[int] = []  # positions in `items` of array indices
-    first_array = 0
-    d = 0
-    for k, i in enumerate(items):
-        if i is None:
-            out.append(("new", k))
-        elif isinstance(i, slice):
-            length = x.shape[d]
-            if i.indices(length) == (0, length, 1):
-                out.append(d)
+    at: list[int] = []
+    for i in items:
+        if i.kind in ("all", "slice"):
+            out.append(i.dim)
+        elif i.kind == "new":
+            out.append(("new", len(out)))
+        elif i.kind in ("array", "mask"):
+            at.append(len(out))
+            out.append(("array", i.dim))
+    if not at:
+        return tuple(out)
+    kept = [x for k, x in enumerate(out) if k not in at]
+    adjacent = at[-1] - at[0] + 1 == len(at)
+    first = at[0] if adjacent else 0
+    kept[first:first] = [("picked", n) for n in range(picked)]
+    return tuple(kept)
+
+
+def picked_dims(items: Sequence[Item]) -> int:
+    """Number of dims that the arrays of an index make, broadcast."""
+    dims = 0
+    for i in items:
+        if i.kind == "array":
+            value = i.value
+            dims = max(dims, value.ndim if isinstance(value, Operand) else ndim(value))
+        elif i.kind == "mask":
+            dims = max(dims, 1)
+    return dims
+
+
+def ndim(value: Any) -> int:
+    """Number of dims of a list or array."""
+    return int(np.ndim(value))
+
+
+def meta_index(index: Any) -> tuple[Any, ...]:
+    """An index on the meta device; a 0-d tensor is a number, whose value is free."""
+    found: list[Any] = []
+    for e in index if isinstance(index, tuple) else (index,):
+        if isinstance(e, Operand):
+            if e.ndim == 0 and not is_mask(e):
+                found.append(0)
             else:
-                whole.add(d)
-                out.append(("cut", d))
-            d += 1
-        elif _is_array(i) and not (isinstance(i, Operand) and i.ndim == 0):
-            if not arrays:
-                first_array = len(out)
-            arrays.append(k)
-            whole.add(d)
-            d += 1
-        else:  # an integer
-            whole.add(d)
-            d += 1
-    if arrays:
-        picked = result_ndim - len(out)
-        # An integer between two arrays separates them as a slice does.
-        apart = arrays[-1] - arrays[0] + 1 != len(arrays)
-        integers = any(
-            not isinstance(i, slice) and i is not None and k not in arrays
-            for k, i in enumerate(items)
-        )
-        if apart or integers:
-            return letters, tuple(("any", d) for d in range(result_ndim)), set(letters)
-        out[first_array:first_array] = [("picked", n) for n in range(picked)]
-    return letters, tuple(out), whole
+                found.append(torch.empty(e.shape, dtype=e.dtype, device="meta"))
+        elif isinstance(e, (list, np.ndarray)) and is_mask(e):
+            found += [torch.as_tensor(n) for n in np.asarray(e).nonzero()]
+        else:
+            found.append(e)
+    return tuple(found)
+
+
+def part_of(x: Operand, index: Any) -> torch.Tensor:
+    """``x[index]`` on the meta device."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")[meta_index(index)]
+
+
+def others(operands: Sequence[Operand]) -> list[Letters]:
+    """Letters of operands that must be whole: indices."""
+    return [
+        tuple(("index", i, d) for d in range(o.ndim))
+        for i, o in enumerate(operands[1:])
+    ]
+
+
+def passed(args: Any, kwargs: Any, at: int, *names: str) -> Any:
+    """An argument of a local call, by position or name."""
+    if len(args) > at:
+        return args[at]
+    return next(kwargs[name] for name in names if name in kwargs)
+
+
+# ---- reading on this rank ---------------------------------------------------------------
+def cut_axes(spec: Spec, dim: int) -> tuple[int, ...]:
+    """The axes of more than one rank that cut a dim."""
+    axes = axes_of(spec.placements, dim)
+    return axes if any(spec.mesh.shape[a] > 1 for a in axes) else ()
+
+
+def with_row(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The shard, or one row of zeros where it is empty: there is something to pick."""
+    if x.shape[dim]:
+        return x
+    shape = list(x.shape)
+    shape[dim] = 1
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def checked(
+    index: torch.Tensor, length: int, what: str, wraps: bool = True
+) -> torch.Tensor:
+    """Indices counted from the start; one that is out of range is an error."""
+    low = -length if wraps else 0
+    if index.numel() and not index.is_meta:
+        bad = (index < low) | (index >= length)
+        if index.is_cuda:
+            torch._assert_async(~bad.any())
+        elif bool(bad.any()):
+            raise IndexError(
+                f"{what}: index out of range, got {int(index[bad][0])}, expected "
+                f"{low} to {length - 1} (the length of the whole dim)."
+            )
+    return torch.where(index < 0, index + length, index)
+
+
+@dataclass(slots=True)
+class Reader:
+    """One rank's part in reading by index.
+
+    Attributes:
+        spec: Of the operand, as it lies when it is read.
+        items: The entries of the index.
+        letters: Letters of the result.
+        takes: By dim, how a slice moves.
+        owners: By dim, the position that has a number; -1: it is known only then.
+        arrays: Dims that arrays index and that are cut.
+        wraps: Whether negative indices of arrays count from the end.
+    """
+
+    spec: Spec
+    items: Sequence[Item]
+    letters: Letters
+    takes: dict[int, Take]
+    owners: dict[int, int]
+    arrays: list[int]
+    wraps: bool
+
+    @classmethod
+    def of(
+        cls, spec: Spec, items: Sequence[Item], letters: Letters, wraps: bool
+    ) -> Reader:
+        """Plan the reading; communicates nothing."""
+        takes, owners, arrays = {}, {}, []
+        for i in items:
+            if i.kind in ("new", "all") or not cut_axes(spec, i.dim):
+                continue
+            if i.kind == "slice":
+                assert i.run is not None, "slices have one"
+                takes[i.dim] = take_plan(spec, i.dim, [(i.run.count, [i.run])])
+            elif i.kind == "number":
+                owners[i.dim] = owner_of(spec, i.dim, i.value)
+            else:
+                arrays.append(i.dim)
+        return cls(spec, items, letters, takes, owners, arrays, wraps)
+
+    @property
+    def sent(self) -> float:
+        """Share of the result that each rank sends, on average and at most one."""
+        share = sum(t.moved for t in self.takes.values())
+        for dim in self.owners:
+            n = self.spec.shards(dim)
+            share += (n - 1) / n
+        return min(share, 1.0)
+
+    def read(self, x: torch.Tensor, index: Any) -> torch.Tensor:
+        """The result on this rank."""
+        place = entries_of(index)
+        local: list[Any] = []
+        missing: list[torch.Tensor] = []
+        roots: list[tuple[int, int]] = []
+        for i in self.items:
+            value = i.value if i.place < 0 else place[i.place]
+            if i.dim in self.takes and i.kind == "slice":
+                value = self.takes[i.dim].mine()
+            elif i.dim in self.owners and i.kind == "number":
+                x = with_row(x, i.dim)
+                value, root = self._number(i, value)
+                roots.append((i.dim, root))
+            elif i.dim in self.arrays and i.kind == "array":
+                x = with_row(x, i.dim)
+                low, rows = self.spec.block(i.dim)
+                value = tensor_of(value, x.device)
+                length = self.spec.shape[i.dim]
+                value = checked(value, length, "index", self.wraps) - low
+                gone = (value < 0) | (value >= rows)
+                missing.append(gone)
+                value = value.masked_fill(gone, 0)
+            local.append(value)
+        out = x[tuple(local)]
+        if missing:
+            gone = missing[0]
+            for other in missing[1:]:
+                gone = gone | other
+            picked = [
+                k
+                for k, n in enumerate(self.letters)
+                if isinstance(n, tuple) and n[0] == "picked"
+            ]
+            tail = out.ndim - picked[-1] - 1 if picked else 0
+            gone = gone.view(*gone.shape, *[1] * tail)
+            out = out.masked_fill(gone, 0)
+        for dim, take in self.takes.items():
+            out = take.move(out, self.letters.index(dim))
+        for dim, root in roots:
+            out = functional.broadcast(out, comm_of(self.spec, dim), root)
+        return out
+
+    def _number(self, i: Item, value: Any) -> tuple[int, int]:
+        """The local number to read, and which position has the right one."""
+        low, rows = self.spec.block(i.dim)
+        root = self.owners[i.dim]
+        at = int(value)
+        length = self.spec.shape[i.dim]
+        if root < 0:  # the value of a tensor
+            if not -length <= at < length:
+                raise IndexError(
+                    f"index {at} is out of bounds for dimension {i.dim} with size "
+                    f"{length}"
+                )
+            root = owner_of(self.spec, i.dim, at)
+        at = at % length - low
+        return (at if 0 <= at < rows else 0), root
+
+
+def comm_of(spec: Spec, dim: int) -> Any:
+    """The communicator over all axes that cut a dim."""
+    return comm_over(spec.world, spec.mesh, axes_of(spec.placements, dim))
+
+
+def owner_of(spec: Spec, dim: int, value: Any) -> int:
+    """Position of the rank that has one index of a dim; -1: not known yet."""
+    if isinstance(value, Operand):
+        return -1
+    length = spec.shape[dim]
+    at = int(value) % length
+    parts = [spec.mesh.shape[a] for a in axes_of(spec.placements, dim)]
+    blocks = blocks_of(length, parts)
+    return next(r for r, (low, high) in enumerate(blocks) if low <= at < high)
+
+
+def entries_of(index: Any) -> list[Any]:
+    """The entries of the index of a local call, tensors plain."""
+    given = index if isinstance(index, tuple) else (index,)
+    return [plain(e) if isinstance(e, torch.Tensor) else e for e in given]
+
+
+def tensor_of(value: Any, device: torch.device) -> torch.Tensor:
+    """An array as a tensor of indices."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if value.device != device else value
+    if isinstance(value, range):
+        value = list(value)
+    return torch.as_tensor(value, dtype=torch.int64, device=device)
+
+
+def gathers(x: Operand, dims: Sequence[int], elements: int) -> bool:
+    """Whether to gather the dims that arrays index costs less than to add up what each
+    rank picks: the result travels twice, in an all-reduce to come."""
+    if not any(axes_of(x.placements, d) for d in dims):
+        return False
+    return x.dtype == torch.bool or x.shape.numel() < 2 * elements
+
+
+# ---- rules -------------------------------------------------------------------------------
+def array_letters(call: Call, items: Sequence[Item], picked: int) -> list[Letters]:
+    """Letters of the arrays of an index: a picked dim may stay cut, where it has the
+    full length in every array that is not stretched, and none of them is a list."""
+    arrays = [i.value for i in items if i.kind == "array"]
+    fixed = any(not isinstance(a, Operand) and ndim(a) for a in arrays)
+    shapes = [a.shape if isinstance(a, Operand) else np.shape(a) for a in arrays]
+    sizes = torch.broadcast_shapes(*shapes) if arrays else ()  # type: ignore[no-untyped-call]
+    found: list[Letters] = []
+    for k, o in enumerate(call.operands[1:]):
+        sub: list[Hashable] = []
+        for d, n in enumerate(o.shape):
+            at = d + picked - o.ndim
+            free = not fixed and any(a is o for a in arrays) and n == sizes[at]
+            sub.append(("picked", at) if free else ("index", k, d))
+        found.append(tuple(sub))
+    return found
+
+
+def read_by(
+    call: Call,
+    items: Sequence[Item],
+    shape: Sequence[int],
+    index_of: Callable[[Any, Any], Any] = lambda args, kwargs: args[1],
+    wraps: bool = True,
+) -> Notation:
+    """The notation of reading by an index that is parsed.
+
+    Args:
+        call: The call.
+        items: The entries of the index.
+        shape: Global shape of the result.
+        index_of: Gives the index from the arguments of the local call.
+        wraps: Whether negative indices count from the end.
+    """
+    x = call.operands[0]
+    arrays = [i.dim for i in items if i.kind == "array"]
+    picked = picked_dims(items)
+    out = indexed_letters(items, picked)
+    assert len(out) == len(shape), "the entries tell the dims of the result"
+    whole = gathers(x, arrays, torch.Size(shape).numel())
+    extra = array_letters(call, items, picked)
+    kept = {i.dim for i in items if i.kind == "all"}
+    cut = any(isinstance(p, Shard) and p.dim not in kept for p in x.placements)
+
+    def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+        plan = Reader.of(ins[0], items, out, wraps)
+
+        def read(func: Any, args: Any, kwargs: Any) -> Any:
+            return plan.read(plain(args[0]), index_of(args, kwargs))
+
+        return read
+
+    def sends(ins: list[Spec], outs: list[Spec]) -> float:
+        share = Reader.of(ins[0], items, out, wraps).sent
+        return share * torch.Size(outs[0].local_shape).numel()
+
+    fixed = {n for s in extra for n in s if isinstance(n, tuple) and n[0] == "index"}
+    return Notation(
+        [tuple(range(x.ndim)), *extra],
+        [out],
+        whole=fixed | (set(arrays) if whole else set()),
+        contracted=set() if whole else set(arrays),
+        linear=[{0}],
+        shapes=[shape],
+        run=run if cut else None,
+        sends=sends if cut else None,
+        view=not arrays,
+        copies=True,
+    )
 
 
 def getitem(call: Call) -> Notation:
     """``x[index]``."""
-    x = call.operands[0]
-    if _by_mask(call.args[1]):
-        raise NoRule("the shape of the result depends on data")
-    shapes = [_picked(x, call.args[1]).shape]
-    found = index_letters(x, call.args[1], len(shapes[0]))
-    letters, out, whole = found
-    extra: list[Letters] = [
-        tuple(("index", i, d) for d in range(o.ndim))
-        for i, o in enumerate(call.operands[1:])
-    ]
+    x, index = call.operands[0], call.args[1]
+    entries = index if isinstance(index, tuple) else (index,)
+    for e in entries:
+        if is_mask(e) and isinstance(e, (Operand, bool, np.bool_)):
+            raise NoRule("the shape of the result depends on data")
+    shape = part_of(x, index).shape
+    items = parsed(x.shape, index)
+    if items is None or len(indexed_letters(items, picked_dims(items))) != len(shape):
+        return left_to_torch(call, shape)
+    return read_by(call, items, shape)
+
+
+def left_to_torch(call: Call, shape: Sequence[int]) -> Notation:
+    """The notation of an index that is not understood: all dims whole."""
+    letters: Letters = tuple(range(call.operands[0].ndim))
+    extra = others(call.operands)
     return Notation(
         [letters, *extra],
-        [out],
-        whole=whole | {x for s in extra for x in s},
+        [tuple(("any", d) for d in range(len(shape)))],
+        whole={*letters, *(n for s in extra for n in s)},
         linear=[{0}],
-        shapes=shapes,
-        view=not _copies(call.args[1]),
+        shapes=[shape],
     )
-
-
-def setitem(call: Call) -> Notation:
-    """``x[index] = value``: the target stays where it is, the value goes there."""
-    x, index, value = call.args[0], call.args[1], call.args[2]
-    if _by_mask(index):
-        return masked(call)
-    part = _picked(x, index)
-    letters, out, whole = index_letters(x, index, part.ndim)
-    ins = [letters]
-    for i, o in enumerate(call.operands[1:]):
-        if o is value:
-            sub: list[Hashable] = []
-            for d, n in enumerate(o.shape):
-                k = d + part.ndim - o.ndim
-                same = k >= 0 and n == part.shape[k]
-                sub.append(out[k] if same else ("one", i, d))
-            ins.append(tuple(sub))
-        else:
-            ins.append(tuple(("index", i, d) for d in range(o.ndim)))
-    whole = whole | {x for s in ins[1:] for x in s if isinstance(x, tuple)}
-    value_at = next((i for i, o in enumerate(call.operands) if o is value), None)
-    # With numbers as values, or indices, addends cannot be overwritten one by one.
-    linear = [{0, value_at}] if value_at is not None else []
-    return Notation(
-        ins,
-        [letters],
-        whole=whole,
-        linear=linear,
-        affine={value_at} if value_at is not None else set(),
-        shapes=[x.shape],
-    )
-
-
-def masked(call: Call) -> Notation:
-    """``x[mask] = value``: with one number as value it is pointwise, else all whole."""
-    x, index, value = call.args[0], call.args[1], call.args[2]
-    letters: Letters = tuple(range(x.ndim))
-    number = not isinstance(value, Operand) or value.ndim == 0
-    if number and isinstance(index, Operand) and 0 < index.ndim <= x.ndim:
-        fits = index.shape == x.shape[: index.ndim] and index.dtype == torch.bool
-        if fits:
-            rest: list[Letters] = [() for _ in call.operands[2:]]
-            ins = [letters, letters[: index.ndim], *rest]
-            return Notation(ins, [letters], shapes=[x.shape])
-    ins = [letters]
-    for i, o in enumerate(call.operands[1:]):
-        ins.append(tuple(("any", i, d) for d in range(o.ndim)))
-    whole = {x for s in ins for x in s}
-    return Notation(ins, [letters], whole=whole, shapes=[x.shape])
 
 
 def index_select(call: Call) -> Notation:
-    """``index_select(x, dim, index)``: ``dim`` whole."""
-    x = call.operands[0]
-    dim = dims_of(call.arg(1, "dim"), x.ndim)[0]
-    index: Letters = tuple(("index", d) for d in range(call.operands[1].ndim))
-    letters: Letters = tuple(range(x.ndim))
-    return Notation(
-        [letters, index],
-        [(*letters[:dim], "picked", *letters[dim + 1 :])],
-        whole={dim, *index},
-        linear=[{0}],
-    )
+    """``index_select(x, dim, index)``."""
+    x, index = call.operands[:2]
+    dim = dims_of(call.arg(1, "dim"), x.ndim)[0] if x.ndim else 0
+    if index.ndim != 1 or not x.ndim:
+        raise NoRule("numbers in place of dims")
+    items = parsed(x.shape, (slice(None),) * dim + (index,))
+    assert items is not None, "one array"
+
+    def index_of(args: Any, kwargs: Any) -> Any:
+        return (slice(None),) * dim + (passed(args, kwargs, 2, "index"),)
+
+    return read_by(call, items, call.shapes()[0], index_of, wraps=False)
+
+
+def take(call: Call) -> Notation:
+    """``take(x, index)``: by the number of an element in row-major order."""
+    x, index = call.operands[:2]
+    shape = tuple(x.shape)
+    total = x.shape.numel()
+    items = [Item("array", d, index, d) for d in range(x.ndim)]
+    if not x.ndim or not total:
+        raise NoRule("nothing to tell apart")
+
+    def index_of(args: Any, kwargs: Any) -> Any:
+        flat = checked(plain(passed(args, kwargs, 1, "index")), total, "take")
+        return torch.unravel_index(flat, shape)
+
+    return read_by(call, items, index.shape, index_of)
 
 
 def gather(call: Call) -> Notation:
-    """``gather(x, dim, index)``: free are the dims where both have one length."""
+    """``gather(x, dim, index)``: free are the dims where both have one length.
+
+    Along ``dim`` each rank picks what it has, zeros for the rest: addends. Cut along
+    the indices of ``dim``, every rank reads its part of the whole dim.
+    """
     x, index = call.operands[:2]
+    if index.ndim != x.ndim or not x.ndim:
+        raise NoRule("operands of unlike numbers of dims")
     dim = dims_of(call.arg(1, "dim"), x.ndim)[0]
     letters: Letters = tuple(range(x.ndim))
-    if index.ndim != x.ndim:
-        raise NoRule("operands of unlike numbers of dims")
     sub: Letters = tuple(
         d if d != dim and index.shape[d] == x.shape[d] else ("index", d)
         for d in range(x.ndim)
     )
-    # Cut along the indices of ``dim``, every rank reads its part of the whole dim.
-    whole = {d for d in letters if d not in sub}
-    whole |= {s for s in sub if isinstance(s, tuple) and s != ("index", dim)}
-    return Notation([letters, sub], [sub], whole=whole, linear=[{0}])
+    return picking(call, dim, letters, sub, sub, index.shape)
 
 
-def _copies(index: Any) -> bool:
-    """Whether reading by this index copies (arrays) or gives a view."""
-    if isinstance(index, tuple):
-        return any(_copies(i) for i in index)
-    return _is_array(index) or isinstance(index, bool)
+def take_along_dim(call: Call) -> Notation:
+    """``take_along_dim(x, index, dim)``: as ``gather``, the other dims broadcast."""
+    x, index = call.operands[:2]
+    given = call.arg(2, "dim")
+    if given is None or index.ndim != x.ndim or not x.ndim:
+        raise NoRule("of the flattened tensor")
+    dim = dims_of(given, x.ndim)[0]
+    shape = call.shapes()[0]
+    ins = [
+        tuple(
+            d if d != dim and o.shape[d] == shape[d] else (name, d)
+            for d in range(x.ndim)
+        )
+        for name, o in (("x", x), ("index", index))
+    ]
+    letters: Letters = tuple(dim if d == dim else n for d, n in enumerate(ins[0]))
+    out: Letters = tuple(("index", d) if d == dim else d for d in range(x.ndim))
+    return picking(call, dim, letters, ins[1], out, shape)
 
 
-def _picked(x: Operand, index: Any) -> torch.Tensor:
-    """``x[index]`` on the meta device."""
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")[_meta_index(index)]
+def picking(
+    call: Call,
+    dim: int,
+    letters: Letters,
+    sub: Letters,
+    out: Letters,
+    shape: Sequence[int],
+) -> Notation:
+    """The notation of ops that pick by one index per element along ``dim``."""
+    x, index = call.operands[:2]
+    whole: set[Hashable] = {n for n in letters if n not in sub and n != dim}
+    whole |= {n for n in sub if isinstance(n, tuple) and n != ("index", dim)}
+    if gathers(x, [dim], torch.Size(shape).numel()):
+        whole.add(dim)
 
+    def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+        spec = ins[0]
+        if not cut_axes(spec, dim):
+            return lambda func, args, kwargs: func(*args, **kwargs)
+        low, rows = spec.block(dim)
+        wraps = call.name == "take_along_dim"
 
-def _meta_index(index: Any) -> Any:
-    if isinstance(index, Operand):
-        if index.ndim == 0:  # a number, whose value does not matter for the shape
-            return 0
-        return torch.empty(index.shape, dtype=index.dtype, device="meta")
-    if isinstance(index, tuple):
-        return tuple(_meta_index(i) for i in index)
-    return index
+        def pick(func: Any, args: Any, kwargs: Any) -> Any:
+            source = with_row(plain(args[0]), dim)
+            index = plain(passed(args, kwargs, 1 if wraps else 2, "index", "indices"))
+            index = checked(index, spec.shape[dim], call.name, wraps) - low
+            gone = (index < 0) | (index >= rows)
+            index = index.masked_fill(gone, 0)
+            if wraps:
+                found = torch.take_along_dim(source, index, dim)
+            else:
+                found = torch.gather(source, dim, index)
+            return found.masked_fill(gone, 0)
+
+        return pick
+
+    cut = any(p.is_shard(dim) for p in x.placements)
+    return Notation(
+        [letters, sub],
+        [out],
+        whole=whole,
+        contracted={dim} - whole,
+        linear=[{0}],
+        shapes=[shape],
+        run=run if cut else None,
+        copies=True,
+    )

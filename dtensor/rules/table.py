@@ -16,7 +16,7 @@ from dtensor.mesh.world import current_world
 from dtensor.notation import Notation, parse
 from dtensor.planning import Op
 from dtensor.registry import HANDLERS
-from dtensor.rules import cuts, extrema, indexing, linalg, nn, scans, views
+from dtensor.rules import cuts, extrema, indexing, linalg, nn, scans, views, writing
 from dtensor.rules.convolution import convolution, padded, spatial
 from dtensor.rules.foreach import foreach, fused_optimizer
 from dtensor.rules.moments import spread
@@ -225,20 +225,27 @@ _fill("expand expand_as broadcast_to", views.expand)
 _fill("broadcast_tensors", views.broadcast_tensors)
 _fill("repeat tile", views.repeated)
 _fill("diagonal", views.diagonal)
-_fill("narrow", cuts.cut_dim(1, drop=False, many=False))
-_fill("select", cuts.cut_dim(1, drop=True, many=False))
-_fill("unbind", cuts.cut_dim(1, drop=True, many=True))
-_fill("split split_with_sizes chunk tensor_split", cuts.cut_dim(2, False, True))
+_fill("narrow", cuts.narrow)
+_fill("select", cuts.select)
+_fill("unbind", cuts.unbind)
+_fill("split split_with_sizes chunk tensor_split unsafe_split", cuts.split)
+_fill("unsafe_chunk unsafe_split_with_sizes", cuts.split)
+_fill("flip fliplr flipud", cuts.flip)
+_fill("roll", cuts.roll)
+_fill("diff", cuts.diff)
 _fill("cat concat concatenate", views.joined(new_dim=False))
 _fill("stack", views.joined(new_dim=True))
 _fill("tril triu", views.matrix_whole)
-_fill("flip", views.dims_whole(1))
-_fill("roll", views.dims_whole(2))
 _fill("pad", padded)
 _fill("getitem", indexing.getitem)
-_fill("setitem", indexing.setitem)
+_fill("setitem", writing.setitem)
+_fill("index_put", writing.index_put)
+_fill("select_scatter", writing.select_scatter)
+_fill("slice_scatter", writing.slice_scatter)
 _fill("index_select", indexing.index_select)
 _fill("gather", indexing.gather)
+_fill("take", indexing.take)
+_fill("take_along_dim", indexing.take_along_dim)
 
 # ---- neural networks -------------------------------------------------------------
 _fill("layer_norm rms_norm", nn.normalized)
