@@ -6,12 +6,14 @@ others altogether. A rank holds its source, its target and, of large tensors, on
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
+from dtensor.collectives.communicator import Communicator
 from dtensor.collectives.registry import communicator_of
 from dtensor.custom_placement import CustomPlacement
-from dtensor.errors import ShardingError
 from dtensor.exchange import Box, Exchange, exchange
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.moves import LARGE, alias, box_of, plain
@@ -25,49 +27,55 @@ from dtensor.tensor import DTensor, redistributed, typed
 def to_mesh(x: DTensor, mesh: DeviceMesh, places: Placements) -> DTensor:
     """The same global value on another mesh; every rank of either mesh must call.
 
+    The adjoint moves the cotangent back, from the duals of the new placements to those
+    of the old. A rank of one mesh alone takes part in it with nothing at one of its ends,
+    so a backward that crosses must be called on every rank of either mesh, too.
+
     Args:
         x: The tensor; on a rank outside of its mesh, what stands for it there.
         mesh: The other mesh, of ranks of the same world.
         places: Placements on it, checked already.
 
-    Raises:
-        ShardingError: A gradient would have to cross to ranks that take no part in the
-            backward: those of one mesh alone.
-
-    Bytes sent per rank: those of the parts of its block that others get.
+    Bytes sent per rank: those of the parts of its block that others get. Where the
+    meshes have unlike ranks, one byte more: whether anyone wants a gradient.
     """
     spec = x._spec
     goal = spec_of(mesh, places, spec.shape, spec.world)
     union = tuple(sorted({*spec.mesh.ranks, *mesh.ranks}))
     if spec.world.rank not in union:
         return typed(plain(x).new_empty(goal.local_shape), goal)
-    wants = torch.is_grad_enabled() and plain(x).requires_grad
-    if wants and {*spec.mesh.ranks} != {*mesh.ranks}:
-        raise ShardingError(
-            f"redistribute: a gradient cannot cross from {spec.mesh!r} to {mesh!r}, got "
-            f"ranks {tuple(spec.mesh.ranks)} and {tuple(mesh.ranks)}, expected the same "
-            "ranks in both. Call x.detach() first."
-        )
+    comm = communicator_of(union, "meshes")
     start = spec.replace(_blocks(spec))
     end = goal.replace(_whole_addends(places))
     local = plain(redistributed(x, start))
+    unlike = {*spec.mesh.ranks} != {*mesh.ranks}
+    if unlike and _recorded_by_any(local, comm):
+        # Placeholders may come without a history; their backward must come by here.
+        local = local if local.requires_grad else local.detach().requires_grad_()
     boxes = [_box(start, rank) for rank in union]
     targets = [_box(end, rank) for rank in union]
-    comm = communicator_of(union, "meshes")
     itemsize = local.element_size()
     large = local_elements(start.mesh, start.placements, start.shape) * itemsize > LARGE
     owners = [_owners(start, union, position) for position in range(len(union))]
     plan = Exchange.between(boxes, targets, comm, large, owners)
+    plan = dataclasses.replace(plan, agree=unlike)
     with NoTF():
-        if start.coordinate is None:
-            local = local.new_empty(plan.before)
         out = exchange(local.reshape(plan.before), plan)
         if end.coordinate is None:
-            return typed(out.new_empty(goal.local_shape), goal)
+            return typed(alias(out), goal)
         out = transition(end, goal, itemsize)(out.reshape(end.local_shape))
         if type(out) is not torch.Tensor or out is local:
             out = alias(out)
     return typed(out, goal)
+
+
+def _recorded_by_any(local: torch.Tensor, comm: Communicator) -> bool:
+    """Whether autograd records the move on any rank; all ranks learn the same."""
+    flows = local.is_floating_point() or local.is_complex()
+    if not torch.is_grad_enabled() or not flows:
+        return False
+    flag = torch.tensor([local.requires_grad], dtype=torch.uint8, device=local.device)
+    return bool(comm.all_reduce(flag, "max").item())
 
 
 def _blocks(spec: Spec) -> Placements:

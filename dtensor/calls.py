@@ -225,7 +225,8 @@ def described(args: Any, by_path: dict[Path, Operand], path: Path = ()) -> Any:
 def meta_of(x: Any) -> Any:
     """An argument with every tensor replaced by a meta tensor of its global shape."""
     if isinstance(x, (torch.Tensor, Operand)):
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+        shape = x._spec.shape if isinstance(x, DTensor) else x.shape
+        return torch.empty(shape, dtype=x.dtype, device="meta")
     if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
         return type(x)([meta_of(v) for v in x])
     return x

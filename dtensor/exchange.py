@@ -56,6 +56,7 @@ class Exchange:
         after: Shape of the result.
         adds: Whether parts are added up (in the adjoint) or put in their places.
         one_by_one: Send block after block, holding one at a time, rather than all.
+        agree: Whether the ranks may differ in what autograd knows, and must agree.
     """
 
     comm: Communicator
@@ -65,6 +66,7 @@ class Exchange:
     after: tuple[int, ...]
     adds: bool
     one_by_one: bool
+    agree: bool = False
 
     @classmethod
     def between(
@@ -117,7 +119,13 @@ class Exchange:
             self.before,
             True,
             self.one_by_one,
+            self.agree,
         )
+
+    def all_record(self, x: torch.Tensor) -> bool:
+        """Whether autograd knows what every rank sends; all ranks learn the same."""
+        flag = torch.tensor([x.requires_grad], dtype=torch.uint8, device=x.device)
+        return bool(self.comm.all_reduce(flag, "min").item())
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Send and receive; no autograd."""
@@ -179,7 +187,10 @@ class Exchanged(torch.autograd.Function):
         """The cotangents on their way back."""
         from dtensor.moves import plain
 
-        return exchange(plain(grads[0]), ctx.plan.adjoint()), None
+        g, back = plain(grads[0]), ctx.plan.adjoint()
+        if back.agree and torch.is_grad_enabled() and not back.all_record(g):
+            g = g.detach()  # placeholders hang on more than the tensors do
+        return exchange(g, back), None
 
 
 def exchange(x: torch.Tensor, plan: Exchange) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
+from dtensor.absent import absent, written
 from dtensor.calls import (
     PlainOperand,
     first_spec,
@@ -42,9 +43,18 @@ def fallback(name: str, inplace: bool) -> Handler:
             return handler(func, *promoted(args, kwargs))
         spec = first_spec(args, kwargs)
         if spec.coordinate is None:
+            if inplace:
+                written(args[0], [t for _, t in tensors_in(args, kwargs)][1:])
+                return args[0]
+            metas = meta_run(func, args, kwargs)
+            likes = [((0,) * max(1, m.ndim), m.dtype) for m in metas]
             made = [
-                _retype_whole(torch.empty(0, dtype=m.dtype), spec, m.shape)
-                for m in meta_run(func, args, kwargs)
+                _retype_whole(t, spec, m.shape)
+                for t, m in zip(
+                    absent(likes, [t for _, t in tensors_in(args, kwargs)]),
+                    metas,
+                    strict=True,
+                )
             ]
             return made[0] if len(made) == 1 else tuple(made)
         moves = []

@@ -35,6 +35,10 @@ def _seed(out: Any, given: T | None, what: str) -> T | None:
     if not isinstance(out, DTensor):
         return given
     spec = out._spec
+    if spec.coordinate is None:  # nothing flows here, but it passes by: see absent.py
+        return (
+            plain(given) if isinstance(given, DTensor) else torch.zeros_like(plain(out))
+        )
     if isinstance(given, DTensor):
         if given._spec.mesh is not spec.mesh or given._spec.shape != spec.shape:
             raise ShardingError(
@@ -44,7 +48,7 @@ def _seed(out: Any, given: T | None, what: str) -> T | None:
             )
         return divided(plain(redistributed(given, spec.dual())), spec)
     if given is not None:
-        if spec.coordinate is not None and given.shape != spec.local_shape:
+        if given.shape != spec.local_shape:
             raise ShardingError(
                 f"{what}: a plain gradient is this rank's cotangent, got shape "
                 f"{tuple(given.shape)}, expected {tuple(spec.local_shape)}. Give a "
@@ -114,6 +118,7 @@ def _prepared(outputs: Any, seeds: Any, what: str) -> tuple[list[Any], list[Any]
         i
         for i, o in enumerate(outs)
         if not (isinstance(o, DTensor) and o._spec.coordinate is None)
+        or plain(o).requires_grad
     ]
     made = []
     for i in keep:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dtensor.absent import absent, written
 from dtensor.calls import (
     Call,
     Operand,
@@ -19,9 +20,10 @@ from dtensor.calls import (
     Rule,
     described,
     first_spec,
-    meta_run,
+    meta_of,
     meta_shapes,
     operands_of,
+    tensors_in,
 )
 from dtensor.errors import ShardingError
 from dtensor.notation import Layout, Notation, solve
@@ -184,17 +186,33 @@ def plain_arguments(x: Any) -> Any:
 
 
 def outsider(outs: list[Spec], inplace: bool) -> Callable[..., Any]:
-    """What a rank outside the mesh runs: nothing; its results hold no data."""
+    """What a rank outside of the mesh runs: nothing; its results hold no data.
+
+    Args:
+        outs: Specs of the results.
+        inplace: Whether the first operand is written and returned.
+    """
 
     def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        sources = [t for _, t in tensors_in(args, kwargs)]
         if inplace:
+            if isinstance(args[0], torch.Tensor):
+                written(args[0], sources[1:])
             return args[0]
-        metas = meta_run(func, args, kwargs)
-        made = [
-            torch.empty(s.local_shape, dtype=m.dtype)
-            for s, m in zip(outs, metas, strict=True)
-        ]
-        return made[0] if len(made) == 1 else made
+        with torch.no_grad():
+            result = func(
+                *[meta_of(a) for a in args],
+                **{k: meta_of(v) for k, v in kwargs.items()},
+            )
+        if isinstance(result, torch.Tensor):
+            return absent([(tuple(outs[0].local_shape), result.dtype)], sources)[0]
+        metas = [m for m in result if isinstance(m, torch.Tensor)]
+        made = absent(
+            [(tuple(s.local_shape), m.dtype) for s, m in zip(outs, metas, strict=True)],
+            sources,
+        )
+        named = isinstance(result, tuple) and hasattr(result, "n_fields")
+        return type(result)(made) if named else made
 
     return run
 

@@ -17,6 +17,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
 from dtensor import boundary
+from dtensor.absent import absent
 from dtensor.errors import ShardingError
 from dtensor.mesh.ambient import current_mesh
 from dtensor.mesh.device_mesh import DeviceMesh
@@ -215,7 +216,7 @@ class DTensor(torch.Tensor):
         places = placements_of("from_local", placements, mesh.ndim, dims)
         spec = boundary.spec_of_local(local, mesh, places, shape, run_check)
         if mesh.coordinate is None:
-            local = local.new_empty(spec.local_shape)
+            (local,) = absent([(tuple(spec.local_shape), local.dtype)], [local])
         return typed(boundary.local_in(local, spec, grad_placements), spec)
 
     def to_local(
