@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from dtensor.costs import CostTable, default_costs
 from dtensor.custom_placement import CustomPlacement
@@ -102,6 +103,20 @@ def built_in(places: Placements) -> Placements:
     return tuple(R if isinstance(p, CustomPlacement) else p for p in places)
 
 
+Priced = dict[Placements, tuple[tuple[Edge, float], ...]]
+
+
+@lru_cache(maxsize=64)
+def price_list(
+    mesh_shape: tuple[int, ...],
+    targets: tuple[Placement, ...],
+    nbytes: float,
+    prices: CostTable,
+) -> Priced:
+    """For states seen so far: every step with its price, for so many bytes."""
+    return {}
+
+
 def cheapest(
     mesh_shape: tuple[int, ...],
     src: Placements,
@@ -125,10 +140,11 @@ def cheapest(
         most: The largest shard on the way, as a part of the tensor.
     """
     nbytes = float(elements * itemsize)
+    known = price_list(mesh_shape, targets, nbytes, prices)
     best: dict[Placements, float] = {src: 0.0}
     came: dict[Placements, tuple[Placements, Edge, float]] = {}
     queue: list[tuple[float, int, Placements]] = [(0.0, 0, src)]
-    pushed = 0
+    pushed, least = 0, math.inf  # the cheapest way found so far
     while queue:
         cost, _, state = heapq.heappop(queue)
         if state == dst:
@@ -140,13 +156,21 @@ def cheapest(
             return tuple(reversed(steps))
         if cost > best[state]:
             continue
-        for edge in edges(mesh_shape, state, targets):
-            if edge.after > most:
+        ways = known.get(state)
+        if ways is None:
+            ways = known[state] = tuple(
+                (edge, edge.seconds(nbytes, prices))
+                for edge in edges(mesh_shape, state, targets)
+            )
+        for edge, seconds in ways:
+            total = cost + seconds
+            if edge.after > most or total >= least:
                 continue
-            seconds = edge.seconds(nbytes, prices)
-            if cost + seconds < best.get(edge.dst, math.inf):
-                best[edge.dst] = cost + seconds
+            if total < best.get(edge.dst, math.inf):
+                best[edge.dst] = total
                 came[edge.dst] = (state, edge, seconds)
+                if edge.dst == dst:
+                    least = total
                 pushed += 1
-                heapq.heappush(queue, (cost + seconds, pushed, edge.dst))
+                heapq.heappush(queue, (total, pushed, edge.dst))
     return None

@@ -20,3 +20,22 @@ def mpi_run() -> Callable[..., subprocess.CompletedProcess[str]]:
     from mpi_jobs import run_job
 
     return run_job
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many pairs of placements were checked, whichever worker did it."""
+    found: dict[str, list[int]] = {}
+    for report in terminalreporter.stats.get("passed", ()):
+        for name, counts in getattr(report, "user_properties", ()):
+            if name == "pairs":
+                where, *numbers = counts
+                total = found.setdefault(where, [0] * len(numbers))
+                found[where] = [a + b for a, b in zip(total, numbers, strict=True)]
+    if not found:
+        return
+    terminalreporter.section("pairs of placements")
+    for where, (count, linear) in sorted(found.items()):
+        more = f", {linear} of them with an adjoint" if linear else ""
+        terminalreporter.line(f"{count} pairs on {where}{more}")
+    total = sum(count for count, _ in found.values())
+    terminalreporter.line(f"{total} pairs in all")
