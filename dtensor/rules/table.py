@@ -16,7 +16,17 @@ from dtensor.mesh.world import current_world
 from dtensor.notation import Notation, parse
 from dtensor.planning import Op
 from dtensor.registry import HANDLERS
-from dtensor.rules import cuts, extrema, indexing, linalg, nn, scans, views, writing
+from dtensor.rules import (
+    cuts,
+    extrema,
+    indexing,
+    linalg,
+    nn,
+    scans,
+    scatter,
+    views,
+    writing,
+)
 from dtensor.rules.convolution import convolution, padded, spatial
 from dtensor.rules.foreach import foreach, fused_optimizer
 from dtensor.rules.moments import spread
@@ -240,6 +250,10 @@ _fill("pad", padded)
 _fill("getitem", indexing.getitem)
 _fill("setitem", writing.setitem)
 _fill("index_put", writing.index_put)
+_fill("scatter scatter_add scatter_reduce", scatter.scatter)
+_fill("index_add index_copy index_fill index_reduce", scatter.index_write)
+_fill("put", scatter.put)
+_fill("masked_scatter", scatter.masked_scatter)
 _fill("select_scatter", writing.select_scatter)
 _fill("slice_scatter", writing.slice_scatter)
 _fill("index_select", indexing.index_select)
