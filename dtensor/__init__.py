@@ -11,7 +11,17 @@ from dtensor.collectives.simulate import simulate
 from dtensor.custom_placement import CustomPlacement
 from dtensor.errors import ShardingError
 from dtensor.explain import calibrate, explain
-from dtensor.factories import arange, empty, full, ones, rand, randn, zeros
+from dtensor.factories import (
+    arange,
+    empty,
+    full,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    zeros,
+)
 from dtensor.leaves import no_grad_sync
 from dtensor.local_map import local_map
 from dtensor.mesh.ambient import current_mesh, use_mesh
@@ -21,6 +31,7 @@ from dtensor.picture import visualize_sharding
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.policy import RedistributionWarning, promote_plain, redistribution
 from dtensor.ragged import RaggedShard
+from dtensor.random import get_rng_state, manual_seed, set_rng_state
 from dtensor.rules.table import register_rule
 from dtensor.styles.data_parallel import DataParallel
 from dtensor.styles.distribute import distribute_module
@@ -81,18 +92,23 @@ __all__ = [
     "full",
     "full_state_dict",
     "get_rank",
+    "get_rng_state",
     "get_world_size",
     "init_device_mesh",
     "layout_of",
     "local_map",
+    "manual_seed",
     "no_grad_sync",
     "ones",
     "parallelize_module",
     "rand",
+    "randint",
     "randn",
+    "randperm",
     "redistribution",
     "promote_plain",
     "register_rule",
+    "set_rng_state",
     "simulate",
     "use_mesh",
     "visualize_sharding",

@@ -1,7 +1,8 @@
-"""New DTensors: ``zeros``, ``ones``, ``empty``, ``full``, ``rand``, ``randn``, ``arange``.
+"""New DTensors: ``zeros``, ``ones``, ``empty``, ``full``, ``arange``, and random ones.
 
-Each rank makes its own shard; only the random ones communicate (eight bytes, to agree
-on a seed). The global value is the same for every mesh and every placement.
+Each rank makes its own shard. The global value is the same for every mesh and every
+placement. The random ones may communicate (eight bytes, to agree on a key; nothing after
+``dtensor.manual_seed``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.moves import lay_addends
 from dtensor.placement import PlacementsLike, Replicate, placements_of
 from dtensor.redistribute import transition
-from dtensor.rules.randomness import agreed_seed
+from dtensor.rules import distributions
+from dtensor.rules.distributions import Draw, part
+from dtensor.rules.randomness import key_of
 from dtensor.spec import Spec, spec_of
 from dtensor.tensor import DTensor, mesh_or_ambient, typed
 
@@ -171,24 +174,26 @@ def full(
 
 def _random(
     what: str,
-    make: Make,
+    draw: Callable[[torch.dtype], Draw],
     size: tuple[Any, ...],
     mesh: DeviceMesh | None,
     placements: PlacementsLike | None,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     device: Any,
     requires_grad: bool,
 ) -> DTensor:
     spec = _spec(what, _size(what, size), mesh, placements)
     where = _device(spec, device)
     if spec.coordinate is None or where.type == "meta":
-        local = make(spec.local_shape, dtype=dtype, device=where)
+        local = torch.empty(spec.local_shape, dtype=dtype, device=where)
     else:
-        source = torch.Generator(device=where).manual_seed(agreed_seed(spec))
-        whole = make(spec.shape, dtype=dtype, device=where, generator=source)
-        cut = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
-        local = transition(spec.replicated(), spec.replace(cut))(whole)
+        local = part(spec, key_of(spec), draw(dtype), dtype, where)
     return _finished(what, local, spec, requires_grad)
+
+
+def _floating(make: Make, dtype: torch.dtype | None) -> torch.dtype:
+    """The type of a sample; torch says here where it has none of this type."""
+    return make((0,), dtype=dtype).dtype
 
 
 def rand(
@@ -201,10 +206,13 @@ def rand(
 ) -> DTensor:
     """Uniform numbers in [0, 1), one global sample; arguments as in ``zeros``.
 
-    Every rank of the mesh must call: the seed is drawn on the first and sent.
+    Every rank of the mesh must call. Each makes its own part, of the seed, the number of
+    the call and the global index of each element.
     """
+    dtype = _floating(torch.rand, dtype)
+    draw = distributions.uniform
     return _random(
-        "rand", torch.rand, size, device_mesh, placements, dtype, device, requires_grad
+        "rand", draw, size, device_mesh, placements, dtype, device, requires_grad
     )
 
 
@@ -217,16 +225,71 @@ def randn(
     placements: PlacementsLike | None = None,
 ) -> DTensor:
     """Normal numbers, one global sample; see ``rand``."""
+    dtype = _floating(torch.randn, dtype)
+    draw = distributions.normal
     return _random(
-        "randn",
-        torch.randn,
-        size,
-        device_mesh,
-        placements,
-        dtype,
-        device,
-        requires_grad,
+        "randn", draw, size, device_mesh, placements, dtype, device, requires_grad
     )
+
+
+def randint(
+    *bounds_and_size: Any,
+    dtype: torch.dtype = torch.int64,
+    device: Any = None,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsLike | None = None,
+) -> DTensor:
+    """``torch.randint(high, size)`` or ``(low, high, size)``, one global sample.
+
+    Args:
+        bounds_and_size: The whole numbers, low included and high not, then the shape.
+        dtype, device, requires_grad, device_mesh, placements: As in ``zeros``.
+    """
+    *bounds, size = bounds_and_size if len(bounds_and_size) > 1 else (None, None)
+    whole = all(isinstance(b, int) and not isinstance(b, bool) for b in bounds)
+    if len(bounds) not in (1, 2) or not whole or not isinstance(size, Sequence):
+        raise TypeError(
+            f"randint: wants high and a size, or low, high and a size, got "
+            f"{bounds_and_size!r}. Write randint(0, 10, (4, 8), placements=[Shard(0)])."
+        )
+    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
+    torch.randint(low, high, (0,), dtype=dtype)  # torch's own checks
+
+    def draw(_: torch.dtype) -> Draw:
+        return distributions.integers(low, high)
+
+    return _random(
+        "randint", draw, (size,), device_mesh, placements, dtype, device, requires_grad
+    )
+
+
+def randperm(
+    n: int,
+    *,
+    dtype: torch.dtype = torch.int64,
+    device: Any = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: PlacementsLike | None = None,
+) -> DTensor:
+    """A random permutation of 0 to n - 1, one global sample.
+
+    Every rank sorts all of it, by 64 random bits each, and keeps its part.
+
+    Args:
+        n: How many.
+        dtype, device, device_mesh, placements: As in ``zeros``.
+    """
+    spec = _spec("randperm", _size("randperm", (n,)), device_mesh, placements)
+    where = _device(spec, device)
+    if spec.coordinate is None or where.type == "meta":
+        local = torch.empty(spec.local_shape, dtype=dtype, device=where)
+    else:
+        word, whole = Draw("word64"), spec.replicated()
+        bits = part(whole, key_of(spec), word, torch.int64, where)
+        order = torch.argsort(bits, stable=True).to(dtype)
+        local = transition(whole, distributions.cut_of(spec))(order)
+    return _finished("randperm", local, spec, False)
 
 
 def arange(
@@ -258,4 +321,14 @@ def arange(
     )
 
 
-__all__ = ["arange", "empty", "full", "ones", "rand", "randn", "zeros"]
+__all__ = [
+    "arange",
+    "empty",
+    "full",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "zeros",
+]

@@ -24,6 +24,7 @@ from dtensor.rules.table import (
     RANDOM_FILL,
     RANDOM_LIKE,
     RANDOM_OTHER,
+    RANDOM_RECURRENT,
     rule_of,
 )
 from dtensor.tensor import DTensor, redistributed
@@ -100,6 +101,18 @@ VALUES = set(
 )
 
 
+RANDOM_OPS: dict[str, Handler] = {
+    "bernoulli": randomness.bernoulli,
+    "normal": randomness.normal,
+    "dropout": randomness.dropping(),
+    "feature_dropout": randomness.dropping(features=True),
+    "alpha_dropout": randomness.dropping(alpha=True),
+    "feature_alpha_dropout": randomness.dropping(True, True),
+    "native_dropout": randomness.native_dropout,
+    "rrelu": randomness.rrelu,
+}
+
+
 def in_order(handler: Handler) -> Handler:
     """A handler that gets named arguments in the order of the op's signature."""
 
@@ -140,8 +153,8 @@ def resolve(func: Any) -> Handler:
         return in_order(randomness.random_fill)
     if base in RANDOM_LIKE.split():
         return randomness.random_like
-    if base == "dropout":
-        return randomness.dropout
+    if base in RANDOM_OPS:
+        return in_order(RANDOM_OPS[base])
     if base == "_weight_norm":
         return in_order(weight_norm)
     if name in RANDOM_OTHER.split():
@@ -149,7 +162,10 @@ def resolve(func: Any) -> Handler:
     if base == "_foreach_norm":
         return in_order(foreach_norm(gathered))
     if base == "scaled_dot_product_attention" and op is not None:
-        return randomness.attention(planned(op), randomness.gathered_random(gathered))
+        return randomness.attention(planned(op))
+    if name in RANDOM_RECURRENT.split():
+        again = gathered if op is None else planned(op)
+        return randomness.gathered_random(again, randomness.recurrent_dropout)
     if op is not None:
         return planned(op)
     return gathered

@@ -308,10 +308,16 @@ RANDOM_FILL = """
 normal_ uniform_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
 """
 RANDOM_LIKE = "rand_like randn_like randint_like"
+# On whole operands, torch's generators alike on all ranks.
 RANDOM_OTHER = """
-bernoulli multinomial poisson normal binomial rrelu rrelu_ alpha_dropout alpha_dropout_
-feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_
-fractional_max_pool2d fractional_max_pool3d
+multinomial poisson binomial _standard_gamma _sample_dirichlet rrelu_with_noise
+rrelu_with_noise_
 """
 # Python-level functions that draw plain numbers of their own.
-RANDOM_BODIES = "svd_lowrank pca_lowrank"
+RANDOM_BODIES = """
+svd_lowrank pca_lowrank get_approximate_basis lobpcg fractional_max_pool2d
+fractional_max_pool3d fractional_max_pool2d_with_indices
+fractional_max_pool3d_with_indices
+"""
+# With dropout they are random ops.
+RANDOM_RECURRENT = "lstm gru rnn_tanh rnn_relu"
