@@ -16,10 +16,11 @@ test: $(READY)
 		-user "$$(id -u)" -mmin +5 -delete 2>/dev/null || true
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q
 
-# Every pair of placements on every small mesh; the tests run a slice of it.
+# Every pair of placements on every small mesh, moved and planned, and how many there
+# are; the tests run a slice of it.
 sweep-placements: $(READY)
-	DTENSOR_SWEEP=1 $(BIN)/python -m pytest -n 2 -q -s \
-		tests/test_placements_sweep.py tests/test_placements_order.py
+	DTENSOR_SWEEP=1 $(BIN)/python -m pytest -n 2 -q tests/test_placements_sweep.py \
+		tests/test_placements_order.py tests/test_placements_plan.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -68,8 +68,12 @@ def _cut(x: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
     """The pieces of ``x`` along ``dim``, one after another; no copy along dim 0."""
     if math.prod(x.shape[:dim]) == 1:
         return x
-    pieces = x.split_with_sizes(list(sizes), dim)
-    return torch.cat([piece.reshape(-1) for piece in pieces])
+    flat, start = x.new_empty(x.numel()), 0
+    for piece in x.split_with_sizes(list(sizes), dim):
+        stop = start + piece.numel()
+        flat[start:stop].view(piece.shape).copy_(piece)  # no second copy in between
+        start = stop
+    return flat
 
 
 def _join(

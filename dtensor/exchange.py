@@ -131,9 +131,11 @@ class Exchange:
         """Send and receive; no autograd."""
         out = x.new_zeros(self.after)
         if not self.one_by_one:
-            pieces = [x[s].reshape(-1) for s in self.sends if s is not None]
-            packed = torch.cat(pieces) if pieces else x.new_empty(0)
             sent = [0 if s is None else x[s].numel() for s in self.sends]
+            packed = x.new_empty(sum(sent))
+            for what, piece in zip(self.sends, torch.split(packed, sent), strict=True):
+                if what is not None:
+                    piece.view(x[what].shape).copy_(x[what])
             came = [0 if s is None else out[s].numel() for s in self.receives]
             flat = self.comm.all_to_all(packed, sent, came)
             for where, piece in zip(

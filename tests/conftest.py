@@ -24,18 +24,17 @@ def mpi_run() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print how many pairs of placements were checked, whichever worker did it."""
-    found: dict[str, list[int]] = {}
+    counts: dict[str, dict[str, list[int]]] = {"pairs": {}, "plans": {}}
     for report in terminalreporter.stats.get("passed", ()):
-        for name, counts in getattr(report, "user_properties", ()):
-            if name == "pairs":
-                where, *numbers = counts
-                total = found.setdefault(where, [0] * len(numbers))
-                found[where] = [a + b for a, b in zip(total, numbers, strict=True)]
-    if not found:
-        return
-    terminalreporter.section("pairs of placements")
-    for where, (count, linear) in sorted(found.items()):
-        more = f", {linear} of them with an adjoint" if linear else ""
-        terminalreporter.line(f"{count} pairs on {where}{more}")
-    total = sum(count for count, _ in found.values())
-    terminalreporter.line(f"{total} pairs in all")
+        for name, (where, *numbers) in getattr(report, "user_properties", ()):
+            so_far = counts[name].get(where, [0] * len(numbers))
+            counts[name][where] = [a + b for a, b in zip(so_far, numbers, strict=True)]
+    for name, found in counts.items():
+        if not found:
+            continue
+        terminalreporter.section(f"{name} of placements")
+        for where, (count, *adjoints) in sorted(found.items()):
+            more = f", {adjoints[0]} of them by the adjoint" if any(adjoints) else ""
+            terminalreporter.line(f"{count} {name} on {where}{more}")
+        total = sum(count for count, *_ in found.values())
+        terminalreporter.line(f"{total} {name} in all")

@@ -1,4 +1,4 @@
-"""Across meshes, plain code on shards, pictures, and how much memory a move takes."""
+"""Across meshes, plain code on shards, and pictures."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ from dtensor import (
     ShardingError,
     count_collectives,
     distribute_tensor,
-    explain,
     get_rank,
     init_device_mesh,
     local_map,
     simulate,
     visualize_sharding,
 )
-from dtensor.exchange import Exchange
-from dtensor.steps import average_shard
 from dtensor.tensor import local_of
 
 F64 = torch.float64
@@ -342,71 +339,3 @@ def test_pictures() -> None:
         "0:3   2    3",
     ]
     assert scalar.splitlines() == [f"() placed (P, R) {head}", "  0-3"]
-
-
-# ---- memory ---------------------------------------------------------------------------------
-class Wire:
-    """A communicator of four that only makes what it would receive."""
-
-    size, rank, ranks, axis = 4, 1, (0, 1, 2, 3), "x"
-
-    def permute(self, x: torch.Tensor, dest: int, source: int, count: int) -> Any:
-        """What came."""
-        return x.new_empty(count)
-
-    def all_to_all(self, x: torch.Tensor, sent: Any, came: Any) -> Any:
-        """What came."""
-        return x.new_empty(sum(came))
-
-
-def peak_bytes(run: Any) -> int:
-    """Most bytes that torch's allocator handed out at once while ``run`` ran."""
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as p:
-        result = run()
-    events = p.profiler.kineto_results.events()  # type: ignore[union-attr]
-    memory = [e for e in events if e.name() == "[memory]"]
-    now = most = 0
-    for e in sorted(memory, key=lambda e: e.start_ns()):
-        now += e.nbytes()
-        most = max(most, now)
-    del result
-    return most
-
-
-def test_a_large_shard_moves_in_less_than_three_shards_of_memory() -> None:
-    rows, shard = 4096, 16 << 20  # a float32 tensor of 64 MiB on 4 ranks
-    before = [((i * 1024, (i + 1) * 1024), (0, rows)) for i in range(4)]
-    after = [((0, rows), (i * 1024, (i + 1) * 1024)) for i in range(4)]
-    x = torch.zeros(1024, rows)
-    assert x.nbytes == shard
-    wire: Any = Wire()
-    one_by_one = Exchange.between(before, after, wire, True)
-    assert shard + peak_bytes(lambda: one_by_one.run(x)) < 2.6 * shard
-    at_once = Exchange.between(before, after, wire, False)
-    assert shard + peak_bytes(lambda: at_once.run(x)) > 3 * shard
-
-    def program() -> None:
-        mesh = init_device_mesh("cpu", (4,))
-        full = torch.arange(1 << 20, dtype=F64).view(1024, 1024)  # shards of 2 MiB
-        y = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
-        with count_collectives() as c:
-            z = y.redistribute([Shard(1)])
-        assert c.calls("permute") == 3 and c.calls() == 3
-        assert torch.equal(local_of(z), full.chunk(4, 1)[get_rank()])
-
-    simulate(program, 4)
-
-
-def test_only_a_whole_target_is_ever_whole() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    kinds = [R, Shard(0), Shard(1), Partial()]
-    for src, dst in itertools.product(itertools.product(kinds, repeat=2), repeat=2):
-        found = explain(src, dst, (16, 16), mesh)  # where latency is all
-        held = [average_shard((2, 2), p, 256) for p in (src, dst)]
-        most = (
-            max(average_shard((2, 2), s.dst, 256) for s in found.steps or ())
-            if found.steps
-            else 0
-        )
-        assert most <= max(held), (src, dst)
