@@ -77,9 +77,17 @@ def _asking_nobody(
         else c
         for c in func.__closure__ or ()
     )
+    own = {  # helpers that ask on the function's behalf
+        n: _asking_nobody(helper, outer)
+        for n in func.__code__.co_names
+        if n.startswith("_")
+        and isinstance(helper := func.__globals__.get(n), types.FunctionType)
+        and helper.__module__ == func.__module__
+        and helper not in outer
+    }
     copy = types.FunctionType(
         func.__code__,
-        {**func.__globals__, **_NEVER, **_never_by_module(func)},
+        {**func.__globals__, **own, **_NEVER, **_never_by_module(func)},
         func.__name__,
         func.__defaults__,
         cells or None,

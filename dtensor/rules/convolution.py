@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from dtensor.calls import Call, NoRule, Operand
+from dtensor.calls import Call, Operand
 from dtensor.mesh.chunks import chunk_sizes
 from dtensor.notation import Letters, Notation
 
@@ -78,16 +78,21 @@ def spatial(dims: int, linear: bool = False) -> Callable[[Call], Notation]:
 
 
 def padded(call: Call) -> Notation:
-    """``pad`` with a constant: the padded dims whole; with zeros it is linear."""
+    """``pad``: the padded dims whole; linear, unless with a number that is not zero."""
     x = call.operands[0]
     pads = call.arg(1, "pad")
-    value = call.arg(3, "value")
-    if call.arg(2, "mode", "constant") != "constant":
-        raise NoRule("pads with values of the tensor")
+    constant = call.name == "constant_pad_nd" or (
+        call.arg(2, "mode", "constant") == "constant"
+    )
+    value = call.arg(2 if call.name == "constant_pad_nd" else 3, "value")
     at = {x.ndim - 1 - i // 2 for i, n in enumerate(pads) if n != 0}
+    whole: set[Hashable] = set(at)
+    if not constant:  # these kernels take no empty batch, and look at every dim given
+        at |= {x.ndim - 1 - i // 2 for i in range(len(pads))}
+        whole |= at | {d for d in range(x.ndim) if not never_empty(x, d)}
     return Notation(
         [tuple(range(x.ndim))],
         [tuple(("padded", d) if d in at else d for d in range(x.ndim))],
-        whole=set(at),
-        linear=[] if value else [{0}],
+        whole=whole,
+        linear=[] if constant and value else [{0}],
     )

@@ -12,10 +12,10 @@ from dtensor.collectives import functional
 from dtensor.errors import ShardingError
 from dtensor.notation import Letters, Notation
 from dtensor.redistribute import plain
+from dtensor.rules.losses import REDUCTIONS
 from dtensor.rules.pointwise import broadcast_letters, whole_ones
 from dtensor.spec import Spec
 
-REDUCTIONS = ("none", "mean", "sum")  # by torch's enum
 OPTIONS = ("weight", "reduction", "ignore_index", "label_smoothing")
 
 
@@ -224,39 +224,6 @@ def denominator(
     if weight is None:
         return used.sum()
     return torch.where(used, plain(weight)[target.masked_fill(~used, 0)], 0).sum()
-
-
-def elementwise_loss(reduction_at: int) -> Callable[[Call], Notation]:
-    """Rule of ``mse_loss`` and its kind: pointwise, then a sum or a mean over all."""
-
-    def rule(call: Call) -> Notation:
-        subs, out, shape = broadcast_letters(
-            [o.shape for o in call.operands], call.name
-        )
-        reduction = REDUCTIONS[call.arg(reduction_at, "reduction", 1)]
-        if reduction == "none":
-            return Notation(subs, [out], whole=whole_ones(subs))
-        number = shape.numel()  # zero: the mean of nothing is nan
-
-        def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
-            if reduction == "sum" or all(s.local_shape == s.shape for s in ins):
-                return lambda func, args, kwargs: func(*args, **kwargs)
-            total = REDUCTIONS.index("sum")
-
-            def mean(func: Any, args: Any, kwargs: Any) -> Any:
-                if len(args) > reduction_at:
-                    args = (*args[:reduction_at], total, *args[reduction_at + 1 :])
-                else:
-                    kwargs = {**kwargs, "reduction": total}
-                return func(*args, **kwargs) / number
-
-            return mean
-
-        return Notation(
-            subs, [()], whole=whole_ones(subs), contracted=set(out), run=run
-        )
-
-    return rule
 
 
 def refuse(reason: str) -> Callable[[Call], Notation]:

@@ -182,3 +182,28 @@ def like(call: Call) -> Layout:
     """``zeros_like`` and its kind: the model's layout, nothing of its values."""
     x = call.operands[0]
     return Layout([x.placements], [without_partial(x.placements)], [x.shape])
+
+
+def several(outs: int) -> Callable[[Call], Notation]:
+    """Rule of a pointwise op of one operand with several results (``frexp``)."""
+
+    def rule(call: Call) -> Notation:
+        x = call.operands[0]
+        letters: Letters = tuple(range(x.ndim))
+        return Notation([letters], [letters] * outs, shapes=[x.shape] * outs)
+
+    return rule
+
+
+def isin(call: Call) -> Notation:
+    """``isin(elements, test_elements)``: elements free, what they are tested on whole."""
+    elements = call.arg(0, "elements")
+    free: Letters = ()
+    ins: list[Letters] = []
+    for i, o in enumerate(call.operands):
+        letters: Letters = tuple((i, d) for d in range(o.ndim))
+        if o is elements:
+            free = letters
+        ins.append(letters)
+    tested = {x for sub in ins for x in sub} - set(free)
+    return Notation(ins, [free], whole=tested)

@@ -17,6 +17,7 @@ from dtensor.opened import opened
 from dtensor.redistribute import plain
 from dtensor.registry import HANDLERS, Handler
 from dtensor.rules import randomness
+from dtensor.rules.composed import COMPOSED, composed
 from dtensor.rules.foreach import foreach_norm
 from dtensor.rules.pointwise import without_partial
 from dtensor.rules.table import (
@@ -168,6 +169,8 @@ def resolve(func: Any) -> Handler:
         return randomness.gathered_random(again, randomness.recurrent_dropout)
     if op is not None:
         return planned(op)
+    if name in COMPOSED:
+        return in_order(composed(name, gathered))
     return gathered
 
 

@@ -21,10 +21,13 @@ from dtensor.rules import (
     extrema,
     indexing,
     linalg,
+    losses,
     nn,
+    parts,
     scans,
     scatter,
     views,
+    vision,
     writing,
 )
 from dtensor.rules.convolution import convolution, padded, spatial
@@ -39,11 +42,13 @@ from dtensor.rules.pointwise import (
     SUM,
     UNARY,
     cast,
+    isin,
     keeps_kind,
     like,
     no_rounding,
     pointwise,
     prelu,
+    several,
 )
 from dtensor.rules.reductions import (
     along_dim,
@@ -146,7 +151,18 @@ _fill(
     special_erfinv special_exp2 special_expit special_expm1 special_gammaln special_i0
     special_i0e special_i1 special_i1e special_log1p special_log_ndtr special_logit
     special_ndtr special_ndtri special_psi special_round special_sinc special_xlog1py
-    special_xlogy special_zeta sqrt square tan tanh threshold trunc xlogy
+    special_xlogy special_zeta special_airy_ai special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t
+    special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+    special_chebyshev_polynomial_w special_gammainc special_gammaincc
+    special_hermite_polynomial_h special_hermite_polynomial_he
+    special_laguerre_polynomial_l special_legendre_polynomial_p
+    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_multigammaln special_polygamma
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
+    special_spherical_bessel_j0 sqrt square tan tanh threshold trunc xlogy
     """,
     pointwise(NONE),
     numberless=True,
@@ -159,14 +175,19 @@ _fill(
     pointwise(UNARY),
     numberless=True,
 )
-_fill("clone contiguous detach", pointwise(UNARY, copies=True), numberless=True)
+_fill(
+    "clone contiguous detach alias_copy", pointwise(UNARY, copies=True), numberless=True
+)
 _fill("add sub subtract rsub lerp", pointwise(SUM), numberless=True)
 _fill("mul multiply", pointwise(PRODUCT), numberless=True)
 _fill("div divide true_divide", pointwise(FIRST, no_rounding), numberless=True)
 _fill("where", pointwise(BRANCHES), numberless=True)
 _fill("copy", pointwise(SUM, keeps_kind), numberless=True)
 _fill("prelu", prelu)
-_fill("to type type_as float double half bfloat16 cfloat cdouble cpu cuda", cast)
+_fill("frexp", several(2))
+_fill("isin", isin)
+_fill("native_dropout_backward", pointwise(FIRST), numberless=True)
+_fill("to type type_as float double half bfloat16 cfloat cdouble chalf cpu cuda", cast)
 _fill("int long short char byte bool", pointwise(NONE))
 _fill("zeros_like ones_like empty_like full_like", like, numberless=True)
 _fill("new_zeros new_ones new_full new_empty", views.created)
@@ -246,7 +267,15 @@ _fill("diff", cuts.diff)
 _fill("cat concat concatenate", views.joined(new_dim=False))
 _fill("stack", views.joined(new_dim=True))
 _fill("tril triu", views.matrix_whole)
-_fill("pad", padded)
+_fill("pad constant_pad_nd", padded)
+_fill("diag_embed", parts.diag_embed)
+_fill("linalg_diagonal", views.diagonal)
+_fill("diagonal_scatter", parts.diagonal_scatter)
+_fill("unfold", parts.windows)
+for _name in (
+    "expand permute transpose t squeeze unsqueeze view diagonal unfold"
+).split():
+    _fill(f"{_name}_copy", parts.copied(RULES[_name]))  # type: ignore[arg-type]
 _fill("getitem", indexing.getitem)
 _fill("setitem", writing.setitem)
 _fill("index_put", writing.index_put)
@@ -267,11 +296,21 @@ _fill("group_norm", nn.group_norm)
 _fill("embedding", nn.embedding)
 _fill("scaled_dot_product_attention", nn.attention)
 _fill("cross_entropy_loss nll_loss_nd", nn.cross_entropy)
-_fill("mse_loss l1_loss smooth_l1_loss huber_loss", nn.elementwise_loss(2))
-_fill("kl_div soft_margin_loss", nn.elementwise_loss(2))
-_fill("binary_cross_entropy", nn.elementwise_loss(3))
-_fill("binary_cross_entropy_with_logits margin_ranking_loss", nn.elementwise_loss(4))
-_fill("poisson_nll_loss", nn.elementwise_loss(5))
+_fill("mse_loss l1_loss smooth_l1_loss huber_loss", losses.elementwise_loss(2))
+_fill("kl_div soft_margin_loss", losses.elementwise_loss(2))
+_fill("binary_cross_entropy", losses.elementwise_loss(3))
+_fill(
+    "binary_cross_entropy_with_logits margin_ranking_loss", losses.elementwise_loss(4)
+)
+_fill("poisson_nll_loss", losses.elementwise_loss(5))
+_fill("multi_margin_loss", losses.row_loss(5))
+_fill("multilabel_margin_loss", losses.row_loss(2))
+_fill("bilinear", vision.bilinear)
+_fill("embedding_bag", vision.bag)
+_fill("grid_sampler grid_sampler_2d grid_sampler_3d", vision.grid_sampler)
+_fill("im2col col2im", vision.samples_free(1, linear=True))
+_fill("max_unpool2d max_unpool3d", vision.samples_free(2))
+_fill("_upsample_bilinear2d_aa _upsample_bicubic2d_aa", spatial(2, linear=True))
 for _n in (1, 2, 3):
     _fill(f"max_pool{_n}d max_pool{_n}d_with_indices", spatial(_n))
     _fill(f"avg_pool{_n}d adaptive_avg_pool{_n}d", spatial(_n, linear=True))
