@@ -14,6 +14,8 @@ PLACES = (
     torch.special,
     torch.nn.functional,
     torch._C._nn,
+    torch._C._linalg,  # type: ignore[attr-defined]
+    torch.ops.aten,
     torch._C._special,  # type: ignore[attr-defined]
 )
 # Names that functions answer with, unlike those they are found under.
