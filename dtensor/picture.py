@@ -1,8 +1,10 @@
-"""Who holds what, drawn: text in a terminal, a table in a notebook."""
+"""Who holds what, drawn: text in a terminal, a table or an image in a notebook."""
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,69 +28,214 @@ COLORS = (
 )
 
 
+Spans = tuple[tuple[int, int], ...]
+MOST = 16  # slices that are drawn
+
+
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """A grid of blocks with the ranks that hold them.
+class Panel:
+    """One slice: a grid of blocks with the ranks that hold them.
 
     Attributes:
-        title: What is drawn.
-        rows: Labels of the rows of blocks.
-        columns: Labels of the columns.
+        label: Which slice, where there are several.
+        down: Stretches of the dim that is drawn downwards; one of (0, 0) for none.
+        across: Likewise across.
         cells: For each row, the ranks that hold each block.
-        color: Whether the text has colors.
     """
 
-    title: str
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
+    label: str
+    down: Spans
+    across: Spans
     cells: tuple[tuple[tuple[int, ...], ...], ...]
-    color: bool
 
-    def __str__(self) -> str:
-        """The grid as text."""
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Labels of the rows."""
+        return tuple(_span(s) for s in self.down)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Labels of the columns."""
+        return tuple(_span(s) for s in self.across)
+
+    def lines(self, color: bool) -> list[str]:
+        """The grid as lines of text."""
         names = [[_names(c) for c in row] for row in self.cells]
         first = max([len(r) for r in self.rows] + [0])
         widths = [
             max([len(column), *(len(row[i]) for row in names)])
             for i, column in enumerate(self.columns)
         ]
-        lines = [self.title]
+        lines = [self.label] if self.label else []
         if any(self.columns):
             heads = [c.center(w) for c, w in zip(self.columns, widths, strict=True)]
             lines.append(" " * first + "  " + "  ".join(heads).rstrip())
         for label, row, held in zip(self.rows, names, self.cells, strict=True):
             cells = [
-                self._painted(f" {text.center(w)} ", ranks)
+                _painted(f" {text.center(w)} ", ranks if color else ())
                 for text, w, ranks in zip(row, widths, held, strict=True)
             ]
             lines.append(f"{label.rjust(first)} {''.join(cells)}".rstrip())
-        return "\n".join(lines)
+        return lines
 
-    __repr__ = __str__
-
-    def _painted(self, text: str, ranks: tuple[int, ...]) -> str:
-        if not self.color or not ranks:
-            return text
-        red, green, blue = COLORS[ranks[0] % len(COLORS)]
-        return f"\x1b[30;48;2;{red};{green};{blue}m{text}\x1b[0m"
-
-    def _repr_html_(self) -> str:
+    def table(self) -> str:
         """The grid as an HTML table."""
         head = "".join(f"<th>{html.escape(c)}</th>" for c in self.columns)
         body = ""
         for label, row in zip(self.rows, self.cells, strict=True):
             body += f"<tr><th>{html.escape(label)}</th>"
             for ranks in row:
-                red, green, blue = COLORS[(ranks or (0,))[0] % len(COLORS)]
                 body += (
-                    f'<td style="background:rgb({red},{green},{blue});color:black">'
+                    f'<td style="background:{_rgb((ranks or (0,))[0])};color:black">'
                     f"{html.escape(_names(ranks))}</td>"
                 )
             body += "</tr>"
         return (
-            f"<table><caption>{html.escape(self.title)}</caption>"
+            f"<table><caption>{html.escape(self.label)}</caption>"
             f"<thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
         )
+
+    def drawn(self, top: float, width: float) -> tuple[str, float]:
+        """SVG elements from a height on, and the height where they end.
+
+        Blocks are as long as their stretches, as far as their labels let them; a block
+        that several ranks hold has a stripe in the color of each.
+        """
+        texts = [[_names(c) for c in row] for row in self.cells]
+        longest = [
+            max([len(c), *(len(row[i]) for row in texts)])
+            for i, c in enumerate(self.columns)
+        ]
+        wide = _lengths(self.across, width - LEFT, [7.0 * n + 12 for n in longest])
+        high = _lengths(self.down, 160.0, [22.0] * len(self.down))
+        found = []
+        if self.label:
+            found.append(_text(LEFT, top + 12, self.label, "start"))
+            top += 20
+        if any(self.columns):
+            x = LEFT
+            for label, w in zip(self.columns, wide, strict=True):
+                found.append(_text(x + w / 2, top + 12, label))
+                x += w
+            top += 20
+        y = top
+        for label, h, row, named in zip(
+            self.rows, high, self.cells, texts, strict=True
+        ):
+            found.append(_text(LEFT - 6, y + h / 2 + 4, label, "end"))
+            x = LEFT
+            for w, ranks, text in zip(wide, row, named, strict=True):
+                stripes = ranks[:8] or (-1,)
+                for i, rank in enumerate(stripes):
+                    part = w / len(stripes)
+                    fill = _rgb(rank) if rank >= 0 else "none"
+                    found.append(_rect(x + i * part, y, part, h, fill, "none"))
+                found.append(_rect(x, y, w, h, "none", "black"))
+                found.append(_text(x + w / 2, y + h / 2 + 4, text))
+                x += w
+            y += h
+        return "".join(found), y + 10
+
+
+LEFT = 70.0  # what the labels of rows take
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Who holds what: one grid, or one for each slice.
+
+    Attributes:
+        title: What is drawn.
+        panels: The slices.
+        more: How many slices are not drawn.
+        color: Whether the text has colors.
+    """
+
+    title: str
+    panels: tuple[Panel, ...]
+    more: int
+    color: bool
+
+    def __str__(self) -> str:
+        """The grids as text."""
+        lines = [self.title]
+        for panel in self.panels:
+            lines += panel.lines(self.color)
+        return "\n".join(lines + self._rest())
+
+    __repr__ = __str__
+
+    def _rest(self) -> list[str]:
+        return [f"and {self.more} more; see dims= and at="] if self.more else []
+
+    def _repr_html_(self) -> str:
+        """The grids as HTML tables."""
+        body = "".join(panel.table() for panel in self.panels)
+        rest = "".join(f"<p>{html.escape(line)}</p>" for line in self._rest())
+        return f"<div><p>{html.escape(self.title)}</p>{body}{rest}</div>"
+
+    def svg(self, width: int = 480) -> str:
+        """The grids as an SVG image; write it to a file, or let a notebook show it.
+
+        Args:
+            width: Width in pixels; the height follows.
+        """
+        found, y = [_text(LEFT, 16, self.title, "start")], 28.0
+        for panel in self.panels:
+            elements, y = panel.drawn(y, float(width))
+            found.append(elements)
+        for line in self._rest():
+            found.append(_text(LEFT, y + 12, line, "start"))
+            y += 20
+        wide = max(float(width), LEFT + 7.5 * len(self.title))
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide:g}" '
+            f'height="{y:g}" font-family="monospace" font-size="12">'
+            f"<title>{html.escape(self.title)}</title>{''.join(found)}</svg>"
+        )
+
+    def _repr_svg_(self) -> str:
+        """The image, for notebooks that prefer one."""
+        return self.svg()
+
+
+def _span(span: tuple[int, int]) -> str:
+    return "" if span == NONE else f"{span[0]}:{span[1]}"
+
+
+NONE = (0, 0)  # the stretch of a dim that is not there
+
+
+def _painted(text: str, ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return text
+    red, green, blue = COLORS[ranks[0] % len(COLORS)]
+    return f"\x1b[30;48;2;{red};{green};{blue}m{text}\x1b[0m"
+
+
+def _rgb(rank: int) -> str:
+    red, green, blue = COLORS[rank % len(COLORS)]
+    return f"rgb({red},{green},{blue})"
+
+
+def _lengths(spans: Spans, room: float, least: Sequence[float]) -> list[float]:
+    """Lengths in an image: as the stretches are, but no shorter than a label."""
+    total = sum(b - a for a, b in spans)
+    shares = [room * (b - a) / total if total else room for a, b in spans]
+    return [max(a, b) for a, b in zip(shares, least, strict=True)]
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return (
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{html.escape(text)}</text>'
+    )
+
+
+def _rect(x: float, y: float, w: float, h: float, fill: str, line: str) -> str:
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}" '
+        f'stroke="{line}"/>'
+    )
 
 
 def _names(ranks: tuple[int, ...]) -> str:
@@ -113,12 +260,13 @@ def visualize_sharding(
 ) -> Picture:
     """Draw which ranks hold which block of a DTensor; nothing is communicated.
 
-    Print the result; notebooks show it as a table.
+    Print the result; notebooks show it as a table or an image, ``svg()`` gives the image.
 
     Args:
         x: The tensor.
         dims: One or two dims to draw, down and across; by default the first two.
-        at: An index for each of the other dims, in order; zeros by default.
+        at: An index for each of the other dims, in order. By default every slice that
+            lies otherwise than the one before is drawn.
         color: Whether the text is colored; by default where the output is a terminal.
 
     Raises:
@@ -140,26 +288,62 @@ def visualize_sharding(
     n = spec.ndim
     shown = list(range(min(2, n))) if dims is None else [d % max(1, n) for d in dims]
     rest = [d for d in range(n) if d not in shown]
-    where = [0] * len(rest) if at is None else list(at)
-    fits = len(set(shown)) == len(shown) <= 2 and len(where) == len(rest)
-    if not fits or any(not 0 <= i < spec.shape[d] for d, i in zip(rest, where)):
-        if 0 not in spec.shape:
-            raise ValueError(
-                f"visualize_sharding: dims or indices do not fit, got dims={dims} and "
-                f"at={at} for shape {tuple(spec.shape)}. Give one or two dims, and an "
-                "index for each of the others."
-            )
+    fits = len(set(shown)) == len(shown) <= 2 and (at is None or len(at) == len(rest))
+    if fits and at is not None:
+        fits = all(0 <= i < max(1, spec.shape[d]) for d, i in zip(rest, at))
+    if not fits:
+        raise ValueError(
+            f"visualize_sharding: dims or indices do not fit, got dims={dims} and "
+            f"at={at} for shape {tuple(spec.shape)}. Give one or two dims, and an "
+            "index for each of the others."
+        )
     held = {
         rank: [_indices(spec, rank, d) for d in range(n)] for rank in spec.mesh.ranks
     }
+    title = f"{tuple(spec.shape)} placed {show(spec.placements)} on {spec.mesh!r}"
+    if at is not None:
+        slices = [tuple((i, i + 1) for i in at)]
+        if rest:
+            picked = zip(rest, at, strict=True)
+            title += "".join(f", dim {d} at {i}" for d, i in picked)
+    else:
+        every = [
+            _spans(spec.shape[d], [h[d] for h in held.values()]) or [NONE] for d in rest
+        ]
+        slices = list(itertools.product(*every))
+    panels = []
+    for where in slices[:MOST]:
+        label = ", ".join(
+            f"dim {d} at {_span(s)}" for d, s in zip(rest, where, strict=True)
+        )
+        first = [a for a, _ in where]
+        panels.append(_panel(spec, held, shown, dict(zip(rest, first)), label))
+    if at is not None:  # the title says it
+        panels = [dataclasses.replace(p, label="") for p in panels]
+    return Picture(
+        title,
+        tuple(panels),
+        max(0, len(slices) - MOST),
+        sys.stdout.isatty() if color is None else color,
+    )
+
+
+def _panel(
+    spec: Spec,
+    held: dict[int, list[set[int]]],
+    shown: Sequence[int],
+    where: dict[int, int],
+    label: str,
+) -> Panel:
+    """One slice: ``where`` gives the index of each dim that is not shown."""
     members = [
         rank
         for rank in spec.mesh.ranks
-        if all(i in held[rank][d] for d, i in zip(rest, where, strict=True))
+        if all(i in held[rank][d] for d, i in where.items())
     ]
     spans = [_spans(spec.shape[d], [held[r][d] for r in members]) for d in shown]
-    down = spans[0] if shown else [(0, 1)]
-    across = spans[1] if len(shown) > 1 else [(0, 1)]
+    down = spans[0] if shown else [NONE]
+    across = spans[1] if len(shown) > 1 else [NONE]
     cells = []
     for low, _ in down:
         row = []
@@ -171,17 +355,7 @@ def visualize_sharding(
                 ranks = [r for r in ranks if left in held[r][shown[1]]]
             row.append(tuple(sorted(ranks)))
         cells.append(tuple(row))
-    title = f"{tuple(spec.shape)} placed {show(spec.placements)} on {spec.mesh!r}"
-    if rest:
-        picked = ", ".join(f"dim {d} at {i}" for d, i in zip(rest, where, strict=True))
-        title += f", {picked}"
-    return Picture(
-        title,
-        tuple(f"{a}:{b}" if shown else "" for a, b in down),
-        tuple(f"{a}:{b}" if len(shown) > 1 else "" for a, b in across),
-        tuple(cells),
-        sys.stdout.isatty() if color is None else color,
-    )
+    return Panel(label, tuple(down), tuple(across), tuple(cells))
 
 
 def _indices(spec: Spec, rank: int, dim: int) -> set[int]:

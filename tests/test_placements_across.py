@@ -1,4 +1,4 @@
-"""Across meshes, plain code on shards, and pictures."""
+"""Across meshes, and plain code on shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from dtensor import (
     init_device_mesh,
     local_map,
     simulate,
-    visualize_sharding,
 )
 from dtensor.tensor import local_of
 
@@ -297,45 +296,3 @@ def test_plain_code_on_shards() -> None:
                     call()
 
     simulate(program, 2)
-
-
-# ---- pictures ----------------------------------------------------------------------------
-def test_pictures() -> None:
-    def program() -> tuple[str, ...]:
-        mesh = init_device_mesh("cpu", (2, 2))
-        x = distribute_tensor(values(4, 6), mesh, [Shard(0), R])
-        cyclic = distribute_tensor(values(4), mesh, [BlockCyclic(0, 1), Partial()])
-        cube = distribute_tensor(values(2, 3, 4), mesh, [Shard(0), Shard(2)])
-        page = visualize_sharding(x)._repr_html_()
-        assert page.count("<td") == 2 and "0,1" in page
-        assert "\x1b[30;48" in str(visualize_sharding(x, color=True))
-        with pytest.raises(ValueError, match="dims or indices do not fit"):
-            visualize_sharding(cube, dims=(0, 1), at=(9,))
-        return (
-            str(visualize_sharding(x, color=False)),
-            str(visualize_sharding(cyclic, color=False)),
-            str(visualize_sharding(cube, dims=(1, 2), at=(1,), color=False)),
-            str(visualize_sharding(x.sum(), color=False)),
-        )
-
-    grid, cyclic, cube, scalar = simulate(program, 4)[0]
-    head = "on DeviceMesh('cpu', (2, 2))"
-    assert grid.splitlines() == [
-        f"(4, 6) placed (S(0), R) {head}",
-        "     0:6",
-        "0:2  0,1",
-        "2:4  2,3",
-    ]
-    assert cyclic.splitlines() == [
-        f"(4) placed (Cyclic(0: 1), P) {head}".replace("(4)", "(4,)"),
-        "0:1  0,1",
-        "1:2  2,3",
-        "2:3  0,1",
-        "3:4  2,3",
-    ]
-    assert cube.splitlines() == [
-        f"(2, 3, 4) placed (S(0), S(2)) {head}, dim 0 at 1",
-        "     0:2  2:4",
-        "0:3   2    3",
-    ]
-    assert scalar.splitlines() == [f"() placed (P, R) {head}", "  0-3"]
