@@ -1,1 +1,1 @@
-"""CUDA kernels of the runtime; empty until the GPU path comes."""
+"""Counter-based random numbers: in bulk on the CPU, and by CUDA kernels."""

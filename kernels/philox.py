@@ -1,17 +1,17 @@
 """Philox4x64-10 in bulk on the CPU, addressed by (seed, call, global element index).
 
 A key (seed, call) names one stream of 64-bit words, four to a block. Word w of it is
-word w of ``numpy.random.Philox(key=[seed, call])``, whose block b has the counter b + 1.
+word w of ``numpy.random.Philox(key=[seed, call])``; block b has the counter b + 1.
 An element of a global tensor owns 32 or 64 bits of the stream, by its row-major index g
 alone, whatever part of the tensor a rank holds:
 
     32 bits: block g // 8, word g // 2 % 4, the low half where g is even
     64 bits: block g // 4, word g % 4
 
-A shard is a ``Region``: runs of consecutive indices. Long runs are made one by one; runs
-close together at once, then cut; for those far apart the generator seeks, or, where they
-are short, a Philox in array operations makes them, which takes eight times as long per
-block but needs no seek. The cheapest is chosen.
+A shard is a ``Region``: runs of consecutive indices. Long runs are made one by one;
+runs close together at once, then cut; for those far apart the generator seeks, or,
+where they are short, a Philox in array operations makes them, which takes eight times
+as long per block but needs no seek. The cheapest is chosen.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
 (SC 2011), section 3.3.
@@ -73,7 +73,7 @@ class Region:
         return 1 + sum((n - 1) * s for n, s in pairs)
 
     def starts(self, level: int) -> npt.NDArray[np.int64]:
-        """First global index of each of the parts that ``level`` and those inside make."""
+        """First global index of each of the parts that the levels from ``level`` make."""
         found = np.array([self.base], np.int64)
         for n, s in zip(self.sizes[:level], self.strides[:level], strict=True):
             found = (found[:, None] + np.arange(n, dtype=np.int64) * s).reshape(-1)

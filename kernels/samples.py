@@ -6,8 +6,8 @@ device, nor on where in a shard it lies (a library's logarithm may differ in the
 place between the middle and the end of a vector). ``philox.cu`` repeats all this
 operation by operation.
 
-Normals are Box and Muller's: a pair of elements shares a radius and an angle, so that an
-element can be made without those before it, which a ziggurat cannot.
+Normals are Box and Muller's: a pair of elements shares a radius and an angle, so that
+an element can be made without those before it, which a ziggurat cannot.
 """
 
 from __future__ import annotations
@@ -172,9 +172,10 @@ def exponential_of(x: T) -> T:
     f = SINGLE if single else DOUBLE
     x = x.clamp_(-1500, 1500)
     n = (x * (1 / math.log(2))).round_()
-    # ln 2 in two parts: the product of n and the first, of few bits, is exact.
+    # ln 2 in two parts, beyond what one double holds of it; the product of n and the
+    # first, of few bits, is exact.
     high = 355 / 512 if single else round(math.log(2) * 2**32) / 2**32
-    x.sub_(n * high).sub_(n * (math.log(2) - high))
+    x.sub_(n * high).sub_(n * (math.log(2) - high + 2.3190468138462996e-17))
     out: T = _horner(x, [1 / math.factorial(k) for k in range(1, 8 if single else 15)])
     whole = n.to(torch.int32 if single else torch.int64)
     whole.clamp_(4 - 4 * f.bias, 4 * f.bias)
