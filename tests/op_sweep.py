@@ -33,6 +33,7 @@ from dtensor import (
     redistribution,
     simulate,
 )
+from dtensor.calls import PlainOperand
 from dtensor.collectives.communicator import CollectiveError
 from dtensor.collectives.counter import count_collectives
 from dtensor.placement import Placement, Placements
@@ -66,7 +67,7 @@ RANDOM = frozenset(
     nn.functional.dropout3d nn.functional.feature_alpha_dropout
     nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d
     nn.functional.multi_head_attention_forward nn.functional.rrelu
-    nn.functional.scaled_dot_product_attention normal normal_in_place pca_lowrank
+    nn.functional.scaled_dot_product_attention normal normal pca_lowrank
     rand_like randint_like randn_like svd_lowrank uniform
     """.split()
 )
@@ -74,8 +75,22 @@ RANDOM = frozenset(
 UNWRITTEN = frozenset(
     "empty_like empty_strided new_empty new_empty_strided empty empty_permuted".split()
 )
+# A DTensor is a bound there, a number: the result is plain.
+BOUNDS = frozenset({"linspace", "logspace"})
 # Ops that DTensors refuse, and why.
-REFUSED: dict[str, str] = {}
+REFUSED = {
+    "resize_": "a DTensor keeps its shape: other ranks and views count on it",
+    "resize_as_": "likewise",
+    "to_sparse": "the layout of a sparse tensor depends on its values",
+}
+# Entries of op_db without a sample that runs on dense CPU tensors.
+UNRUNNABLE = frozenset(
+    """
+    jiterator_2inputs_2outputs jiterator_4inputs_with_extra_args jiterator_binary
+    jiterator_binary_return_by_ref jiterator_unary sparse.mm.reduce
+    sparse.sampled_addmm
+    """.split()
+)
 
 
 @dataclass
@@ -203,8 +218,18 @@ def near(got: T, want: T) -> bool:
 Result = tuple[list[Any], "list[T | None]"]
 
 
-def run(op: Any, sample: Any, put: Callable[[T], T], grad: bool) -> Result:
-    """Run a sample on tensors made by ``put``; results and gradients of its leaves."""
+def run(
+    op: Any, sample: Any, put: Callable[[T], T], grad: bool, form: str = "call"
+) -> Result:
+    """Run a sample on tensors made by ``put``; results and gradients of its leaves.
+
+    Args:
+        op: The entry.
+        sample: One of its samples.
+        put: Makes each tensor.
+        grad: Whether gradients are taken.
+        form: The function itself, or ``"inplace"`` or ``"out"``.
+    """
     leaves: list[T] = []
 
     def leaf(t: T) -> T:
@@ -215,6 +240,17 @@ def run(op: Any, sample: Any, put: Callable[[T], T], grad: bool) -> Result:
         return new
 
     given = mapped(leaf, (sample.input, tuple(sample.args), dict(sample.kwargs)))
+    if form == "inplace":
+        out = op.inplace_variant(given[0], *given[1], **given[2])
+        return [out, given[0]], []
+    if form == "out":
+        with torch.no_grad():
+            like = op.op(given[0], *given[1], **given[2])
+        if not isinstance(like, T):
+            raise NotImplementedError("several results")
+        target = torch.zeros_like(like)
+        out = op.op(given[0], *given[1], **given[2], out=target)
+        return [out, target], []
     out = op.op(given[0], *given[1], **given[2])
     outs = flat(out)
     if not grad or not leaves:
@@ -285,6 +321,13 @@ def compared(got: Result, want: Result, values: bool) -> str:
     return ""
 
 
+def _typed(t: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(t, DTensor) or not isinstance(t, T):
+        return t
+    whole = (Replicate(),) * mesh.ndim
+    return DTensor.from_local(t, mesh, whole, run_check=False)
+
+
 _met: dict[int, set[str]] = {}
 _operands_of = dtensor.fallback.operands_of
 
@@ -328,6 +371,7 @@ def check_entry(
     layouts: dict[str, tuple[DeviceMesh, str]],
     dtype: torch.dtype = torch.float32,
     limit: int | None = None,
+    form: str = "call",
 ) -> list[Found]:
     """Run one entry of op_db in all layouts.
 
@@ -336,28 +380,36 @@ def check_entry(
         layouts: Name -> mesh and one letter per axis.
         dtype: Dtype of the samples.
         limit: Samples at most; None: all of them.
+        form: As in ``run``. A write in place may be refused, by a ShardingError.
     """
+    if form == "inplace" and op.inplace_variant is None:
+        return []
+    if form == "out" and (not op.supports_out or op.name in RANDOM):
+        return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         jobs = []
         for number, sample in enumerate(samples_of(op, dtype, limit)):
             if not dense(sample):
                 continue
-            grad = op.supports_autograd
+            grad = op.supports_autograd and form == "call"
             try:
-                plain = run(op, sample, lambda t: t.detach().clone(), grad)
+                plain = run(op, sample, lambda t: t.detach().clone(), grad, form)
             except Exception:  # noqa: BLE001 - torch has no such derivative
                 try:
                     grad = False
-                    plain = run(op, sample, lambda t: t.detach().clone(), grad)
+                    plain = run(op, sample, lambda t: t.detach().clone(), grad, form)
                 except Exception:  # noqa: BLE001 - nor such a call
                     continue
             jobs.append((number, sample, grad, plain))
-        return run_jobs(op, jobs, layouts)
+        return run_jobs(op, jobs, layouts, form)
 
 
 def run_jobs(
-    op: Any, jobs: Sequence[Any], layouts: dict[str, tuple[DeviceMesh, str]]
+    op: Any,
+    jobs: Sequence[Any],
+    layouts: dict[str, tuple[DeviceMesh, str]],
+    form: str = "call",
 ) -> list[Found]:
     """All samples in one run; each alone where ranks fell out of step."""
     if not jobs:
@@ -367,7 +419,9 @@ def run_jobs(
         found = []
         for number, sample, grad, plain in some:
             for name in names:
-                found.append(one(op, number, sample, grad, plain, name, layouts[name]))
+                found.append(
+                    one(op, number, sample, grad, plain, name, layouts[name], form)
+                )
         return found
 
     def attempt(some: Sequence[Any], names: Sequence[str]) -> list[Found] | None:
@@ -402,6 +456,7 @@ def one(
     plain: Result,
     name: str,
     layout: tuple[DeviceMesh, str],
+    form: str = "call",
 ) -> Found:
     """Run one sample in one layout on this rank."""
     mesh, kinds = layout
@@ -423,9 +478,8 @@ def one(
                 return found
             if op.name in RANDOM:
                 torch.manual_seed(1)
-                plain = run(op, sample, whole, grad)
+                plain = run(op, sample, whole, grad, form)
                 torch.manual_seed(1)
-            before = [local_of(d) for d in ()]
             with count_collectives() as count:
                 if grad:
                     run(op, sample, put, False)
@@ -434,14 +488,16 @@ def one(
                 torch.manual_seed(1)
             rng.seed(f"{title(op)} {number}")
             with count_collectives() as count:
-                got = run(op, sample, put, grad)
+                got = run(op, sample, put, grad, form)
             if not grad:
                 found.calls = count.calls()
-            del before
+            if op.name in BOUNDS:
+                got = [_typed(o, mesh) for o in got[0]], []
             found.problem = compared(got, plain, op.name not in UNWRITTEN)
     except ShardingError as e:
-        found.problem = f"refused: {str(e)[:300]}"
         found.refused = True
+        if form == "call" or isinstance(e, PlainOperand):
+            found.problem = f"refused: {str(e)[:300]}"
     except Exception as e:  # noqa: BLE001 - reported
         where = traceback.extract_tb(e.__traceback__)[-1]
         found.problem = (
