@@ -33,7 +33,7 @@ from dtensor.plan import plan_steps
 from dtensor.redistribute import transition
 from dtensor.spec import spec_of
 from dtensor.steps import average_shard
-from dtensor.tensor import local_of
+from dtensor.tensor import local_of, typed
 
 F64 = torch.float64
 R = Replicate()
@@ -174,6 +174,21 @@ def test_addends_are_reduced_in_place_of_being_gathered(
     whole = 16 << 20
     peak = peak_of(mesh, (Partial(),), (dst,), (2048, 2048))
     assert peak <= whole * 2.3
+
+
+def test_to_another_mesh_in_source_target_and_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "dtensor.across.communicator_of", lambda ranks, label: Wire(ranks, 0)
+    )
+    line, grid = DeviceMesh("cpu", [3, 1, 0, 2]), DeviceMesh("cpu", [[0, 1], [2, 3]])
+    spec = spec_of(line, (Shard(0),), (4096, 4096))
+    shard = 16 << 20
+    x = typed(torch.zeros(spec.local_shape), spec)
+    for dst in ([Shard(1), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(1)]):
+        peak = shard + peak_bytes(lambda dst=dst: x.redistribute(grid, dst))  # type: ignore[misc]
+        assert 2 * shard <= peak <= 3 * shard, dst
 
 
 def test_a_large_shard_is_sent_block_by_block() -> None:
