@@ -17,6 +17,9 @@ PLACES = (
     torch._C._linalg,  # type: ignore[attr-defined]
     torch.ops.aten,
     torch._C._special,  # type: ignore[attr-defined]
+    torch._C._linalg,  # type: ignore[attr-defined]
+    torch._C._fft,  # type: ignore[attr-defined]
+    torch._VF,
 )
 # Names that functions answer with, unlike those they are found under.
 ANSWERS = {

@@ -29,7 +29,9 @@ def narrow_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def moments(part: Partition, x: T, inner: list[int] | None = None) -> tuple[T, T]:
+def moments(
+    part: Partition, x: T, inner: list[int] | None = None, each: int = 1
+) -> tuple[T, T]:
     """Mean and sum of squared deviations over all pieces, reduced dims kept.
 
     Differentiable. The mean has the dtype ``wide(x.dtype)``, so that no digit is lost
@@ -39,13 +41,14 @@ def moments(part: Partition, x: T, inner: list[int] | None = None) -> tuple[T, T
         part: The partition.
         x: This rank's shard.
         inner: The dims, where they are not those of the partition but stand for them.
+        each: Elements that they have for each element of the partition.
     """
     dims = part.dims if inner is None else inner
     exact = wide(x.dtype)
     if part.mine.size:
         mean = x.mean(dims, keepdim=True, dtype=exact)
         variance = torch.var(x.to(narrow_of(x.dtype)), dims, correction=0, keepdim=True)
-        squares = variance.to(exact) * part.mine.size
+        squares = variance.to(exact) * (part.mine.size * each)
     else:
         mean = squares = x.sum(dims, keepdim=True, dtype=exact)
         squares = squares * 0
@@ -53,7 +56,7 @@ def moments(part: Partition, x: T, inner: list[int] | None = None) -> tuple[T, T
         return mean, squares.real if exact.is_complex else squares
     both = part.stacked(torch.stack([mean, squares]))  # (pieces, 2, ...)
     means, parts = both[:, 0], both[:, 1]
-    sizes = [p.size for p in part.pieces]
+    sizes = [p.size * each for p in part.pieces]
     shape = (len(sizes),) + (1,) * x.ndim
     counts = torch.tensor(sizes, dtype=torch.float64, device=x.device).reshape(shape)
     total = sum(sizes)

@@ -19,26 +19,6 @@ from dtensor.spec import Spec
 OPTIONS = ("weight", "reduction", "ignore_index", "label_smoothing")
 
 
-def normalized(call: Call) -> Notation:
-    """``layer_norm``, ``rms_norm``: the normalized dims whole, the others free."""
-    x = call.operands[0]
-    shape = call.arg(1, "normalized_shape")
-    tail = len(shape)
-    letters: Letters = tuple(range(x.ndim))
-    ins: list[Letters] = [letters]
-    ins += [letters[x.ndim - tail :]] * (len(call.operands) - 1)
-    return Notation(ins, [letters], whole=set(letters[x.ndim - tail :]))
-
-
-def group_norm(call: Call) -> Notation:
-    """``group_norm``: the batch dim free."""
-    x = call.operands[0]
-    letters: Letters = tuple(range(x.ndim))
-    ins: list[Letters] = [letters]
-    ins += [letters[1:2]] * (len(call.operands) - 1)
-    return Notation(ins, [letters], whole=set(letters[1:]))
-
-
 def embedding(call: Call) -> Notation:
     """``embedding(weight, indices)``: cut by width, by index, or by vocabulary.
 

@@ -8,10 +8,20 @@ from typing import Any
 
 import torch
 
-from dtensor.calls import Rule
+from dtensor.calls import Call, Rule
+from dtensor.notation import Layout, Notation
+from dtensor.redistribute import plain
 from dtensor.rules.extrema import extremum, share
-from dtensor.rules.partition import Partition, inexact, reducing, sloped
+from dtensor.rules.partition import (
+    Partition,
+    inexact,
+    reduced_layout,
+    reducing,
+    sloped,
+    travels,
+)
 from dtensor.rules.reductions import reduce_args, whole_dims
+from dtensor.spec import Spec
 
 T = torch.Tensor
 Find = Callable[[Partition, T], T]
@@ -79,3 +89,26 @@ norm: Rule = reducing(
     inexact,
     whole_dims(2, 3),
 )
+
+
+def dist(call: Call) -> Notation | Layout:
+    """``dist(x, y, p)``: the norm of a difference; nothing but norms travels."""
+    x, y = call.operands[:2]
+    letters = tuple(range(x.ndim))
+    cut = travels(call, letters, inexact) and x.shape == y.shape and x.dtype == y.dtype
+    if not cut:
+        ins = [letters, tuple(("other", d) for d in range(y.ndim))]
+        return Notation(ins, [()], whole={a for sub in ins for a in sub})
+    places, out = reduced_layout(call, letters, ())
+
+    def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+        part = Partition(ins[0], letters)
+
+        def of_difference(func: Any, args: Any, kwargs: Any) -> Any:
+            order = args[2] if len(args) > 2 else kwargs.get("p", 2)
+            away = plain(args[0]) - plain(args[1])
+            return together(part, away, (order,), {}).reshape(())
+
+        return of_difference
+
+    return Layout([places] * 2, [out], [()], run=run)

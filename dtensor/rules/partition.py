@@ -7,6 +7,7 @@ a program of that kind; the program sees a ``Partition``.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ from typing import Any
 
 import torch
 
-from dtensor.calls import Call, Rule
+from dtensor.calls import Call, Rule, meta_of, meta_run, tensors_in
 from dtensor.collectives import functional
+from dtensor.mesh.chunks import chunk_sizes
 from dtensor.notation import Layout, Notation
 from dtensor.placement import Placement, Placements, Replicate, Shard, axes_of
 from dtensor.redistribute import plain
@@ -293,3 +295,88 @@ def sloped(
     """Apply ``Sloped``."""
     out: T = Sloped.apply(x, part, find, slope)  # type: ignore[no-untyped-call]
     return out
+
+
+def empty_shards(rule: Rule) -> Rule:
+    """The rule, where torch's function may refuse a shard without elements.
+
+    A rank whose shard is empty does not call it, but answers with an empty result, tied
+    to the operands so that backward runs on this rank as on the others. For ops that
+    keep every dim that may be cut.
+    """
+
+    def guarded(call: Call) -> Notation | Layout | None:
+        n = rule(call)
+        if not isinstance(n, Notation) or n.run is not None or call.inplace:
+            return n
+        if n.contracted or n.view or not may_be_empty(call):
+            return n
+        metas = meta_run(call.func, call.args, call.kwargs)
+        dtypes = [m.dtype for m in metas]
+        family = (
+            getattr(torch.return_types, call.name, None) if len(metas) > 1 else None
+        )
+
+        def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
+            if all(o.local_shape.numel() or not o.shape.numel() for o in outs):
+                return lambda func, args, kwargs: func(*args, **kwargs)
+
+            def nothing(func: Any, args: Any, kwargs: Any) -> Any:
+                given = [plain(t) for _, t in tensors_in(args, kwargs)]
+                made = []
+                for i, spec in enumerate(outs):
+                    out = torch.zeros(spec.local_shape, dtype=dtypes[i])
+                    for t, tied in zip(given, ties(call, given), strict=True):
+                        if i in tied:
+                            none = t.reshape(-1)[:0].sum()
+                            none = none if out.is_complex() else none.abs()
+                            out = out + none.to(out.dtype)
+                    made.append(out)
+                if len(made) == 1 and not n.many:
+                    return made[0]
+                return family(made) if family is not None else tuple(made)
+
+            return nothing
+
+        return dataclasses.replace(n, run=run)
+
+    return guarded
+
+
+def ties(call: Call, given: Sequence[T]) -> list[set[int]]:
+    """Of each operand, the results that have a gradient for it, by a call on metas."""
+    args = tuple(meta_of(a) for a in call.args)
+    kwargs = {k: meta_of(v) for k, v in call.kwargs.items()}
+    metas = [m for _, m in tensors_in(args, kwargs)]
+    with torch.enable_grad():
+        for t, m in zip(given, metas, strict=True):
+            m.requires_grad_(t.requires_grad)
+        asked = [m for m in metas if m.requires_grad]
+        tied: list[set[int]] = [set() for _ in metas]
+        if not asked:
+            return tied
+        out = call.func(*args, **kwargs)
+        results = [out] if isinstance(out, T) else [o for o in out if isinstance(o, T)]
+        for i, o in enumerate(results):
+            if not o.requires_grad:
+                continue
+            found = torch.autograd.grad(
+                o.sum().abs(), asked, allow_unused=True, retain_graph=True
+            )
+            by_id = {id(m): g for m, g in zip(asked, found, strict=True)}
+            for k, m in enumerate(metas):
+                if by_id.get(id(m)) is not None:
+                    tied[k].add(i)
+    return tied
+
+
+def may_be_empty(call: Call) -> bool:
+    """Whether some way to cut an operand over the mesh leaves an empty shard."""
+    for o in call.operands:
+        for length in o.shape:
+            pieces = {length}
+            for n in o.spec.mesh.shape:
+                pieces |= {s for p in pieces for s in chunk_sizes(p, n)}
+            if min(pieces) == 0 < length:
+                return True
+    return False

@@ -100,12 +100,19 @@ def scan_product(
 def scan_exponentials(
     part: Partition, func: Any, x: T, dim: int, named: dict[str, Any]
 ) -> T:
-    """``logcumsumexp``; nothing in front is minus infinity, which has no gradient."""
+    """``logcumsumexp``; nothing in front is minus infinity, which has no gradient.
+
+    For a gradient the dim is made whole: torch's works with logarithms of cotangents and
+    loses digits where values are large; which ones depends on the whole dim.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        whole = part.joined(x, dim, [p.size for p in part.pieces])
+        return func(whole, dim).narrow(dim, part.mine.offsets[0], part.mine.size)
     local = func(x, dim)
     each = part.stacked(last(local, dim))
     before = each[part.before()]
     if before.shape[0] == 0:
-        return local + each[:0].sum(0)
+        return local
     nothing = (before == -torch.inf).all(0)
     front = before.masked_fill(nothing, 0).logsumexp(0)
     return torch.where(nothing, local, torch.logaddexp(local, front))

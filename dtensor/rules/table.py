@@ -19,10 +19,14 @@ from dtensor.registry import HANDLERS
 from dtensor.rules import (
     cuts,
     extrema,
+    fft,
     indexing,
     linalg,
     losses,
+    matrices,
     nn,
+    normalization,
+    order,
     parts,
     scans,
     scatter,
@@ -33,7 +37,8 @@ from dtensor.rules import (
 from dtensor.rules.convolution import convolution, padded, spatial
 from dtensor.rules.foreach import foreach, fused_optimizer
 from dtensor.rules.moments import spread
-from dtensor.rules.norms import norm
+from dtensor.rules.norms import dist, norm
+from dtensor.rules.partition import empty_shards
 from dtensor.rules.pointwise import (
     BRANCHES,
     FIRST,
@@ -71,8 +76,9 @@ TYPED = set("copy _foreach_copy nansum sum to type type_as".split())
 # ... and those along a cut dim whose small results travel, for some dtypes.
 TYPED |= set(
     """
-    all amax amin aminmax any argmax argmin cummax cummin cumprod cumsum linalg_vector_norm
-    log_softmax logcumsumexp logsumexp max min prod softmax std std_mean var var_mean
+    all amax amin aminmax any argmax argmin cummax cummin cumprod cumsum dist histc
+    linalg_vector_norm log_softmax logcumsumexp logsumexp max min prod softmax std
+    std_mean topk var var_mean
     """.split()
 )
 
@@ -218,15 +224,23 @@ _fill("mode", whole_dims(1, 2, outs=2, default=-1))
 _fill("linalg_vector_norm", norm)
 _fill("softmax", softmax(log=False))
 _fill("log_softmax", softmax(log=True))
+_fill("_safe_softmax", along_dim(1))
 _fill("cumsum", scans.cumsum)
 _fill("cumprod", scans.cumprod)
 _fill("logcumsumexp", scans.logcumsumexp)
 _fill("cummax", scans.cummax)
 _fill("cummin", scans.cummin)
 _fill("glu", along_dim(1, -1))
-_fill("sort", along_dim(1, -1, outs=2))
-_fill("argsort", along_dim(1, -1))
-_fill("topk", along_dim(2, -1, outs=2))
+_fill("sort", order.sort(outs=2))
+_fill("argsort", order.sort(outs=1))
+_fill("msort", order.msort)
+_fill("topk", order.topk)
+_fill("kthvalue", empty_shards(order.kthvalue))
+_fill("quantile nanquantile", empty_shards(order.quantile))
+_fill("searchsorted", empty_shards(order.searchsorted))
+_fill("bucketize", order.bucketize)
+_fill("histc", order.histc)
+_fill("dist", dist)
 
 # ---- products: contracted letters ------------------------------------------------
 _fill("matmul", linalg.matmul)
@@ -238,10 +252,67 @@ _fill("dot vdot", "k,k->")
 _fill("outer ger", "m,n->mn")
 _fill("addmm addmv baddbmm", linalg.addmm)
 _fill("einsum", linalg.einsum)
+_fill("linalg_matmul", linalg.matmul)
+_fill("tensordot", matrices.tensordot)
+_fill("inner", matrices.inner)
+_fill("linalg_vecdot", matrices.vecdot)
+_fill("chain_matmul linalg_multi_dot", matrices.chained)
+_fill("addr", matrices.added_product("m", "n", "mn", ""))
+_fill("addbmm", matrices.added_product("bmk", "bkn", "mn", "bk"))
+_fill("kron", empty_shards(matrices.kron))
+_fill("trace", matrices.trace)
+_fill("cross linalg_cross", empty_shards(matrices.cross))
 _fill("conv1d conv2d conv3d", convolution(transposed=False))
 _fill(
     "conv_transpose1d conv_transpose2d conv_transpose3d", convolution(transposed=True)
 )
+
+# ---- linear algebra and transforms: matrices, or the transformed dims, whole ------
+_fill(
+    """
+    cholesky cholesky_inverse det inverse linalg_cholesky linalg_cholesky_ex
+    linalg_cond linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+    linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_lu
+    linalg_lu_factor linalg_lu_factor_ex linalg_matrix_exp linalg_matrix_power linalg_qr
+    linalg_slogdet linalg_svd linalg_svdvals logdet _lu_with_info matrix_exp matrix_power
+    pinverse qr slogdet svd
+    """,
+    empty_shards(matrices.batched((2,))),
+)
+_fill("linalg_matrix_rank linalg_pinv", empty_shards(matrices.batched((2, 0))))
+_fill(
+    "linalg_householder_product lu_unpack orgqr", empty_shards(matrices.batched((2, 1)))
+)
+_fill("cholesky_solve triangular_solve", empty_shards(matrices.batched((2,))))
+_fill("linalg_solve_triangular", empty_shards(matrices.batched((2,), linear=(1,))))
+_fill("linalg_solve linalg_solve_ex", empty_shards(matrices.solve))
+_fill("linalg_lstsq", empty_shards(matrices.batched((2,), flat=True)))
+_fill(
+    "linalg_ldl_solve linalg_lu_solve ormqr", empty_shards(matrices.batched((2, 1, 2)))
+)
+_fill("lu_solve", empty_shards(matrices.batched((2, 2, 1))))
+_fill("linalg_vander", empty_shards(matrices.batched((1,))))
+_fill("linalg_matrix_norm linalg_norm", empty_shards(matrices.matrix_norm))
+_fill("frobenius_norm nuclear_norm", whole_dims(1, 2))
+_fill("linalg_tensorinv linalg_tensorsolve pdist", linalg.everything_whole)
+_fill("cov corrcoef", matrices.covariance)
+_fill("geqrf", matrices.geqrf)
+_fill("trapezoid trapz cumulative_trapezoid", empty_shards(matrices.difference))
+_fill("gradient", empty_shards(matrices.gradient))
+_fill("renorm", empty_shards(matrices.renorm))
+_fill("cosine_similarity", empty_shards(matrices.along_last(keeps=False)))
+_fill("pairwise_distance", empty_shards(matrices.along_last(keeps=True)))
+_fill("cdist", empty_shards(matrices.cdist))
+_fill(
+    "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft",
+    empty_shards(fft.transform(fft.ONE)),
+)
+_fill("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2", empty_shards(fft.transform(fft.PLANE)))
+_fill("fft_hfft2 fft_ihfft2", empty_shards(fft.transform(fft.PLANE)))
+_fill("fft_fftn fft_ifftn fft_rfftn fft_irfftn", empty_shards(fft.transform(None)))
+_fill("fft_hfftn fft_ihfftn", empty_shards(fft.transform(None)))
+_fill("fft_fftshift fft_ifftshift", fft.shift)
+_fill("stft istft", empty_shards(fft.windows))
 
 # ---- views, cuts and joins: where each dim goes ----------------------------------
 _fill("view", views.view)
@@ -291,8 +362,10 @@ _fill("take", indexing.take)
 _fill("take_along_dim", indexing.take_along_dim)
 
 # ---- neural networks -------------------------------------------------------------
-_fill("layer_norm rms_norm", nn.normalized)
-_fill("group_norm", nn.group_norm)
+_fill("layer_norm rms_norm", normalization.normalized)
+_fill("group_norm", normalization.group_norm)
+_fill("batch_norm", normalization.batch_norm)
+_fill("instance_norm", normalization.instance_norm)
 _fill("embedding", nn.embedding)
 _fill("scaled_dot_product_attention", nn.attention)
 _fill("cross_entropy_loss nll_loss_nd", nn.cross_entropy)
