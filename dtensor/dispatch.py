@@ -22,7 +22,7 @@ from dtensor.keywords import by_signature
 from dtensor.planning import Op, make_plan
 from dtensor.policy import judge, promotes
 from dtensor.registry import Handler
-from dtensor.running import MEND, check_target, into, moved, retyped
+from dtensor.running import MEND, check_target, into, moved, retyped, view_of_moved
 from dtensor.tensor import DTensor
 
 
@@ -112,6 +112,7 @@ def planned(op: Op) -> Handler:
                 return handler(func, *promoted(args, kwargs))
         if plan.communicates:
             judge(op.name, plan.text, plan.nbytes, MEND, False)
+        given = args
         if plan.moves:
             args, kwargs = moved(plan, args, kwargs)
         if plan.rewrite is not None:
@@ -124,11 +125,11 @@ def planned(op: Op) -> Handler:
                 if plan.run is None
                 else plan.run(func, args, kwargs)
             )
+        if plan.moved_view:
+            return view_of_moved(out, plan, given[0] if given else None, args, kwargs)
         if type(out) is torch.Tensor:
             out.__class__ = DTensor
             out._spec = plan.out  # type: ignore[attr-defined]
-            if plan.moved_view:
-                out._moved_view = True  # type: ignore[attr-defined]
             return out
         return retyped(out, plan)
 

@@ -54,6 +54,8 @@ class Notation:
             reduction may stay addends; so of a linear view in any case.
         sends: Elements that ``run`` itself sends per rank, from the specs of operands
             and results; None: it sends none.
+        reads: Of a view: gives, from the arguments, the index of the first operand that
+            each result has; None: it is not known.
     """
 
     ins: Sequence[Letters]
@@ -69,6 +71,7 @@ class Notation:
     many: bool = False
     copies: bool = False
     sends: Callable[..., float] | None = None
+    reads: Callable[..., Sequence[Any]] | None = None
 
     @property
     def moves(self) -> bool:
@@ -84,7 +87,7 @@ class Layout:
         ins: Placements wanted of each operand.
         outs: Placements of each result.
         shapes: Global shape of each result.
-        run, rewrite, view, many, sends: As in ``Notation``.
+        run, rewrite, view, many, sends, reads: As in ``Notation``.
     """
 
     ins: Sequence[Placements]
@@ -95,6 +98,7 @@ class Layout:
     view: bool = False
     many: bool = False
     sends: Callable[..., float] | None = None
+    reads: Callable[..., Sequence[Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class Plan:
         cost: For the policy: whether any move communicates.
         moved_view: Whether the result is a view of a moved operand.
         inplace: Whether the first operand is written and returned.
+        reads: As in ``Notation``, of a moved view.
     """
 
     moves: tuple[tuple[Path, Transition], ...]
@@ -79,6 +80,7 @@ class Plan:
     inplace: bool
     text: str
     nbytes: float = 0.0
+    reads: Callable[..., Any] | None = None
 
 
 def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -146,6 +148,7 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         inplace=op.inplace,
         text=text,
         nbytes=nbytes,
+        reads=n.reads,
     )
 
 
@@ -165,7 +168,7 @@ def settled(
     if found is None:
         return None
     ins, outs = found
-    return Layout(ins, outs, shapes, n.run, n.rewrite, n.view, n.many, n.sends)
+    return Layout(ins, outs, shapes, n.run, n.rewrite, n.view, n.many, n.sends, n.reads)
 
 
 def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from torch._C import DisableTorchFunctionSubclass as NoTF
 
 from dtensor.calls import Path
 from dtensor.errors import ShardingError
+from dtensor.moved_views import linked
 from dtensor.planning import Plan
 from dtensor.redistribute import Transition, alias
 from dtensor.registry import Handler
@@ -74,6 +75,15 @@ def retyped(out: Any, plan: Plan) -> Any:
             items.append(o)
         return type(out)(items)
     return out
+
+
+def view_of_moved(
+    out: Any, plan: Plan, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Link the results of a view op whose operand had to be moved to that operand."""
+    spec = next((move.dst for path, move in plan.moves if path == (0,)), None)
+    indices = None if plan.reads is None else plan.reads(args, kwargs)
+    return linked(retyped(out, plan), base, args[0] if args else None, spec, indices)
 
 
 def into(handler: Handler, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -34,7 +34,7 @@ T = torch.Tensor
 OWN = frozenset(
     """
     _spec _leaf_number _in_bucket _capturing _user_post_hooks _post_runner
-    _grad_is_dual _moved_view
+    _grad_is_dual _moved_view _link
     """.split()
 )
 

@@ -156,8 +156,12 @@ class Take:
         packed = joined(pieces, x, dim)
         came = self.move(packed, dim)
         arrived = [w for row in self.incoming for w in row]
+        if self.results == 1 and len(arrived) == 1:
+            return [came]
         parts = came.split_with_sizes([w.count for w in arrived], dim)
-        return self._joined(list(parts), arrived, came, dim)
+        made = self._joined(list(parts), arrived, came, dim)
+        # Each result is written by itself: it must not share memory with another.
+        return [p.clone() if p._is_view() else p for p in made]
 
     def _cut(
         self, x: torch.Tensor, dim: int, ranges: Sequence[Wire]

@@ -220,9 +220,11 @@ def test_in_place_keeps_its_placement_or_is_refused() -> None:
         assert torch.equal(x.full_tensor(), 2 * full)
         x.view(-1).mul_(2)
         assert torch.equal(x.full_tensor(), 4 * full)
-        part = x[:2]  # gathers: a copy
+        part = x[:2]  # moved: it writes back
+        part.zero_()
+        assert torch.equal(x.full_tensor()[:2], torch.zeros(2, 4))
         with pytest.raises(ShardingError, match="cannot reach the base"):
-            part.zero_()
+            part.data.zero_()
         p = distribute_tensor(full, mesh, [Replicate()]).sum(0)
         q = distribute_tensor(full, mesh, [Shard(0)]).sum(0)
         with pytest.raises(ShardingError, match="the result would need other"):

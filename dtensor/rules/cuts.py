@@ -16,7 +16,7 @@ from dtensor.calls import Call, NoRule, Operand
 from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.redistribute import plain
-from dtensor.rules.indexing import cut_axes, parsed, read_by
+from dtensor.rules.indexing import average, cut_axes, parsed, read_by
 from dtensor.rules.pointwise import built_in
 from dtensor.rules.reductions import dims_of
 from dtensor.spec import Spec
@@ -110,7 +110,7 @@ def along(
         return take
 
     def sends(ins: list[Spec], outs: list[Spec]) -> float:
-        elements = torch.Size(ins[0].local_shape).numel()
+        elements = average(ins[0])
         plans = [take_plan(ins[0], d, results) for d, results in taken.items()]
         return sum(p.moved * elements for p in plans)
 
@@ -124,7 +124,18 @@ def along(
         view=view,
         many=view,
         copies=True,
+        reads=(lambda args, kwargs: slices_of(taken)) if view else None,
     )
+
+
+def slices_of(taken: Mapping[int, Results]) -> list[tuple[slice, ...]]:
+    """For each result of a split the index that it has of the operand."""
+    found = []
+    for dim, results in taken.items():
+        for _, runs in results:
+            stop = runs[0].start + runs[0].count
+            found.append((slice(None),) * dim + (slice(runs[0].start, stop),))
+    return found
 
 
 def split(call: Call) -> Notation:
@@ -262,7 +273,7 @@ def diff(call: Call) -> Notation:
     def sends(ins: list[Spec], outs: list[Spec]) -> float:
         if not cut_axes(ins[0], dim):
             return 0.0
-        elements = torch.Size(outs[0].local_shape).numel()
+        elements = average(outs[0])
         return 2 * take_plan(ins[0], dim, after).moved * elements
 
     cut = any(p.is_shard(dim) for p in x.placements)

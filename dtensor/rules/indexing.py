@@ -20,7 +20,7 @@ from dtensor.collectives import functional
 from dtensor.moves import comm_over
 from dtensor.notation import Letters, Notation
 from dtensor.placement import Shard, axes_of
-from dtensor.redistribute import plain
+from dtensor.redistribute import local_elements, plain
 from dtensor.rules.reductions import dims_of
 from dtensor.spec import Spec
 from dtensor.taking import Progression, Take, blocks_of, take_plan
@@ -219,6 +219,11 @@ def cut_axes(spec: Spec, dim: int) -> tuple[int, ...]:
     """The axes of more than one rank that cut a dim."""
     axes = axes_of(spec.placements, dim)
     return axes if any(spec.mesh.shape[a] > 1 for a in axes) else ()
+
+
+def average(spec: Spec) -> float:
+    """Elements of an average shard: what rules go by must be alike on all ranks."""
+    return local_elements(spec.mesh, spec.placements, tuple(spec.shape))
 
 
 def with_row(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -450,7 +455,7 @@ def read_by(
 
     def sends(ins: list[Spec], outs: list[Spec]) -> float:
         share = Reader.of(ins[0], items, out, wraps).sent
-        return share * torch.Size(outs[0].local_shape).numel()
+        return share * average(outs[0])
 
     fixed = {n for s in extra for n in s if isinstance(n, tuple) and n[0] == "index"}
     return Notation(
@@ -464,6 +469,7 @@ def read_by(
         sends=sends if cut else None,
         view=not arrays,
         copies=True,
+        reads=lambda args, kwargs: [index_of(args, kwargs)],
     )
 
 

@@ -116,7 +116,7 @@ def scattered(
         linear = [{0, at}]
         affine = {at} if partial else {0}
         if how == "add" and not partial:
-            contracted = {"along"} - whole
+            contracted = {n for n in ("along",) if n not in whole}
     return Notation(
         ins,
         [letters],

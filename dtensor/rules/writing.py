@@ -16,11 +16,12 @@ import torch
 from dtensor.calls import Call, NoRule, Operand
 from dtensor.collectives.reductions import REDUCTIONS
 from dtensor.custom_placement import CustomPlacement
-from dtensor.notation import Layout, Letters
+from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Partial, Placement, Replicate, Shard, axes_of, normal
 from dtensor.redistribute import plain
 from dtensor.rules.indexing import (
     Item,
+    average,
     checked,
     cut_axes,
     entries_of,
@@ -108,7 +109,7 @@ class Writer:
             k = self._aligned(dim)
             if k >= 0 and axes_of(self.value.placements, k):
                 share += take.moved
-        return share * torch.Size(self.value.local_shape).numel()
+        return share * average(self.value)
 
     def write(
         self, x: torch.Tensor, index: Any, value: Any, accumulate: bool = False
@@ -325,9 +326,29 @@ def written(
     return Layout(ins, [target.placements], [x.shape], run=run, sends=sends)
 
 
-def setitem(call: Call) -> Layout | None:
+def by_mask(call: Call) -> Notation | None:
+    """``x[mask] = number``: pointwise, if that is what the call is."""
+    x, index, value = call.operands[0], call.args[1], call.args[2]
+    if not isinstance(index, Operand) or index.dtype != torch.bool or not index.ndim:
+        return None
+    if isinstance(value, Operand) and value.ndim:
+        return None
+    if index.shape != x.shape[: index.ndim]:
+        return None
+    if any(p.is_partial() for p in x.placements):
+        return None
+    letters: Letters = tuple(range(x.ndim))
+    rest: list[Letters] = [() for _ in call.operands[2:]]
+    ins = [letters, letters[: index.ndim], *rest]
+    return Notation(ins, [letters], shapes=[x.shape])
+
+
+def setitem(call: Call) -> Layout | Notation | None:
     """``x[index] = value``."""
     index, value = call.args[1], call.args[2]
+    pointwise = by_mask(call)
+    if pointwise is not None:
+        return pointwise
     if index is True:  # all of it
         index = Ellipsis
     return written(
