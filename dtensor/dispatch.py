@@ -22,7 +22,7 @@ from dtensor.keywords import by_signature
 from dtensor.planning import Op, make_plan
 from dtensor.policy import judge, promotes
 from dtensor.registry import Handler
-from dtensor.running import MEND, check_target, into, moved, retyped, view_of_moved
+from dtensor.running import check_target, into, moved, retyped, view_of_moved
 from dtensor.tensor import DTensor
 
 
@@ -111,7 +111,7 @@ def planned(op: Op) -> Handler:
                     raise
                 return handler(func, *promoted(args, kwargs))
         if plan.communicates:
-            judge(op.name, plan.text, plan.nbytes, MEND, False)
+            judge(op.name, plan.text, plan.nbytes, plan.mend, False)
         given = args
         if plan.moves:
             args, kwargs = moved(plan, args, kwargs)

@@ -20,11 +20,11 @@ from dtensor.calls import (
 )
 from dtensor.errors import ShardingError
 from dtensor.placement import Replicate, show
-from dtensor.planning import Plan, plain_arguments
+from dtensor.planning import Plan, mend, plain_arguments
 from dtensor.policy import judge, promotes
 from dtensor.redistribute import alias, transition
 from dtensor.registry import Handler
-from dtensor.running import MEND, check_target, into, moved
+from dtensor.running import check_target, into, moved
 from dtensor.spec import Spec, spec_of
 from dtensor.tensor import DTensor
 
@@ -76,7 +76,12 @@ def fallback(name: str, inplace: bool) -> Handler:
                 for p, t in moves
                 if p == o.path
             )
-            judge(name, text, size, MEND, True)
+            whole = [
+                (i, o.spec.replicated().placements)
+                for i, o in enumerate(operands)
+                if o.spec is not o.spec.replicated()
+            ]
+            judge(name, text, size, mend(whole), True)
             plan = Plan(tuple(moves), None, None, None, True, False, inplace, text)
             args, kwargs = moved(plan, args, kwargs)
         elif inplace:

@@ -27,7 +27,7 @@ from dtensor.calls import (
 )
 from dtensor.errors import ShardingError
 from dtensor.notation import Layout, Notation, solve
-from dtensor.placement import show
+from dtensor.placement import Placements, show
 from dtensor.redistribute import Transition, local_elements, plain, transition
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
@@ -65,7 +65,8 @@ class Plan:
         out: Spec of the result, or one per result tensor.
         run: Runs in place of the function, or None.
         rewrite: Makes the local arguments, or None.
-        cost: For the policy: whether any move communicates.
+        communicates: Whether any move, or ``run`` itself, sends anything.
+        text, mend, nbytes: For the policy: operands, explicit calls, bytes per rank.
         moved_view: Whether the result is a view of a moved operand.
         inplace: Whether the first operand is written and returned.
         reads: As in ``Notation``, of a moved view.
@@ -79,6 +80,7 @@ class Plan:
     moved_view: bool
     inplace: bool
     text: str
+    mend: str = ""
     nbytes: float = 0.0
     reads: Callable[..., Any] | None = None
 
@@ -116,11 +118,13 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"{op.name}_: a DTensor keeps its shape, got {tuple(operands[0].shape)}, "
             f"which would become {tuple(n.shapes[0])}. Use the out-of-place {op.name}."
         )
-    moves, nbytes = [], 0.0
-    for o, places in zip(operands, n.ins, strict=True):
+    moves, nbytes, calls = [], 0.0, []
+    for i, (o, places) in enumerate(zip(operands, n.ins, strict=True)):
         if places != o.placements:
             move = transition(o.spec, o.spec.replace(places))
             moves.append((o.path, move))
+            if move.communicates:
+                calls.append((i, places))
             nbytes += move.elements * o.dtype.itemsize
     outs = [spec.replace(p, tuple(s)) for p, s in zip(n.outs, n.shapes, strict=True)]
     ins = [o.spec.replace(w) for o, w in zip(operands, n.ins, strict=True)]
@@ -128,6 +132,8 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if n.sends is not None and spec.coordinate is not None:
         sent = n.sends(ins, outs)
         nbytes += sent * operands[0].dtype.itemsize
+        if sent and not calls:
+            calls.append((0, operands[0].spec.replicated().placements))
     if spec.coordinate is None:
         run, rewrite, moves = outsider(outs, op.inplace), None, []
     else:
@@ -147,9 +153,20 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         and (sent > 0 or any(p == operands[0].path for p, _ in moves)),
         inplace=op.inplace,
         text=text,
+        mend=mend(calls),
         nbytes=nbytes,
         reads=n.reads,
     )
+
+
+def mend(moves: Sequence[tuple[int, Placements]]) -> str:
+    """The explicit calls in place of an implicit redistribution.
+
+    Args:
+        moves: Number of each operand that moves, and the placements it needs.
+    """
+    calls = [f"operand {i}: x.redistribute({list(p)})" for i, p in moves]
+    return f"To move explicitly, first call, on {', on '.join(calls)}."
 
 
 def settled(

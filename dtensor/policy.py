@@ -20,7 +20,9 @@ def redistribution(policy: str) -> Iterator[None]:
     """Rule implicit communication inside: ``"allow"``, ``"warn"`` or ``"error"``.
 
     Outside of any such scope a rule may redistribute its operands in silence, and an
-    op that has no rule warns once, with the bytes it gathers.
+    op that has no rule warns once, with the bytes it gathers. What an op computes
+    across ranks (the maximum and the sum of a softmax, the count of a mean loss) is not
+    a redistribution and is always allowed.
 
     Example:
         >>> with redistribution("error"):

@@ -15,8 +15,6 @@ from dtensor.redistribute import Transition, alias
 from dtensor.registry import Handler
 from dtensor.tensor import DTensor
 
-MEND = "Call x.redistribute(placements) on the operands first."
-
 
 def moved(
     plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -112,9 +110,6 @@ def into(handler: Handler, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with torch.no_grad():
         out.copy_(result)
     return out
-
-
-# Ops whose result may lie in the memory of their operand, besides the views.
 
 
 def check_target(name: str, target: Any) -> None:

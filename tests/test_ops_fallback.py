@@ -178,3 +178,26 @@ def test_the_error_policy_refuses_before_anything_moves() -> None:
             torch.kthvalue(x, 2)
 
     simulate(program)
+
+
+def test_the_message_of_the_error_policy_names_the_cheapest_explicit_call() -> None:
+    def program() -> str:
+        x = place(torch.ones(8, 4), LINE, (Shard(0),))
+        y = place(torch.ones(8, 4), LINE, (Shard(1),))
+        with redistribution("error"), pytest.raises(ShardingError) as caught:
+            _ = x.exp() * y.exp()
+        text = str(caught.value)
+        assert "mul" in text and "(8, 4)(S(0)), (8, 4)(S(1))" in text
+        assert "on operand " in text and "x.redistribute([Shard(dim=" in text
+        with redistribution("error"):  # what it says mends it
+            moved = y if "operand 1" in text else x
+            place = [Shard(0)] if "operand 1" in text else [Shard(1)]
+            other = x if moved is y else y
+            with redistribution("allow"):
+                _ = moved.redistribute(placements=place) * other
+        with redistribution("error"), pytest.raises(ShardingError) as caught:
+            torch.unique(x)
+        return str(caught.value)
+
+    text = simulate(program, ranks=4)[0]
+    assert "unique" in text and "on operand 0: x.redistribute([Replicate()])" in text
