@@ -12,12 +12,12 @@ checks the laws.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from dtensor.placement import Placement
+from dtensor.placement import Placement, Shard
 
 if TYPE_CHECKING:
     from dtensor.collectives.communicator import Communicator
@@ -98,3 +98,13 @@ class CustomPlacement(Placement):
     ) -> torch.Tensor:
         """The direct way from ``src``; see ``move_to``."""
         raise NotImplementedError
+
+
+def lies_along(placements: Iterable[Placement], dims: Collection[int]) -> bool:
+    """Whether ranks hold parts of some of these dims, by built-in or own placements."""
+    return any(
+        p.dim in dims
+        if isinstance(p, Shard)
+        else isinstance(p, CustomPlacement) and p.along in dims
+        for p in placements
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -186,6 +187,78 @@ def test_ops_keep_what_treats_each_index_by_itself() -> None:
                 torch.testing.assert_close(got, call(full))
 
     simulate(program, 3)
+
+
+RENUMBERED: list[Any] = [
+    lambda x: x[2:6],
+    lambda x: x[-1],
+    lambda x: x[::2],
+    lambda x: x[[0, 3]],
+    lambda x: x[1:, 1],
+    lambda x: x.narrow(0, 2, 4),
+    lambda x: x.select(0, 3),
+    lambda x: x.split(3)[1],
+    lambda x: x.chunk(2)[1],
+    lambda x: torch.tensor_split(x, 3)[2],
+    lambda x: x.unbind(0)[3],
+    lambda x: x.flip(0),
+    lambda x: x.roll(1, 0),
+    lambda x: x.diff(dim=0),
+    lambda x: x.cumsum(0),
+    lambda x: x.cummax(0).values,
+    lambda x: x.sort(0).values,
+    lambda x: x.topk(2, 0).values,
+    lambda x: x.median(0).values,
+    lambda x: x.softmax(0),
+    lambda x: x.argmax(0),
+    lambda x: x.max(0).indices,
+    lambda x: x.var(0),
+    lambda x: x.logsumexp(0),
+    lambda x: x.prod(0),
+    lambda x: x.index_select(0, torch.tensor([1, 4])),
+    lambda x: x.gather(0, torch.full((2, 3), 4)),
+    lambda x: x.take_along_dim(torch.full((2, 3), 4), 0),
+    lambda x: x.scatter(0, torch.full((1, 3), 5), 0.0),
+    lambda x: x.index_fill(0, torch.tensor([1, 6]), 2.0),
+    lambda x: torch.cat([x, x]),
+    lambda x: torch.cat([x, x[:, :1]], 1),
+    lambda x: torch.stack([x, x]),
+    lambda x: x.repeat(2, 1),
+    lambda x: x.tril(),
+    lambda x: x.diagonal(),
+    lambda x: x.unfold(0, 2, 2),
+    lambda x: torch.nn.functional.pad(x, (0, 0, 1, 1)),
+    lambda x: torch.nn.functional.layer_norm(x, (8, 3)),
+    lambda x: x.flatten(),
+    lambda x: x.view(4, 6),
+    lambda x: x @ x.t(),
+    lambda x: torch.einsum("ab,ac->bc", x, x),
+]
+
+
+@pytest.mark.parametrize("p", [BlockCyclic(0, 1), RaggedShard(0, (3, 5))], ids=str)
+def test_ops_that_see_the_order_of_indices_are_right(p: Placement) -> None:
+    """Along the dim that a placement of one's own deals out, as along any other."""
+    full = torch.arange(24.0, dtype=F64).view(8, 3).cos()
+
+    def program() -> list[int]:
+        mesh = init_device_mesh("cpu", (2,))
+        wrong = []
+        for i, call in enumerate(RENUMBERED):
+            x = distribute_tensor(full, mesh, [p]).requires_grad_()
+            plain = full.clone().requires_grad_()
+            got, want = call(x), call(plain)
+            good = torch.allclose(got.full_tensor().detach(), want.detach())
+            if good and want.requires_grad:
+                got.pow(2).sum().backward()
+                want.pow(2).sum().backward()
+                assert x.grad is not None and plain.grad is not None
+                good = torch.allclose(x.grad.full_tensor(), plain.grad)  # type: ignore[attr-defined]
+            if not good:
+                wrong.append(i)
+        return wrong
+
+    assert simulate(program, 2, timeout=100) == [[], []]
 
 
 def test_ragged_goes_to_any_shard_in_one_exchange() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dtensor.calls import Call, NoRule, Operand
+from dtensor.custom_placement import lies_along
 from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.redistribute import plain
@@ -92,7 +93,7 @@ def along(
     """
     x = call.operands[0]
     letters: Letters = tuple(range(x.ndim))
-    cut = any(isinstance(p, Shard) and p.dim in taken for p in x.placements)
+    cut = lies_along(x.placements, taken)
 
     def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
         spec = ins[0]
@@ -167,6 +168,8 @@ def unbind(call: Call) -> Notation | Layout:
     mesh = x.spec.mesh
     cutting = [a for a, p in enumerate(x.placements) if p.is_shard(dim)]
     if not any(mesh.shape[a] > 1 for a in cutting):
+        if not cutting and lies_along(x.placements, (dim,)):
+            return found
         found.whole = set()
         return found if not cutting else _unbound(call, x, dim, {}, found)
     taken = {p.dim for p in x.placements if isinstance(p, Shard)}
@@ -276,7 +279,7 @@ def diff(call: Call) -> Notation:
         elements = average(outs[0])
         return 2 * take_plan(ins[0], dim, after).moved * elements
 
-    cut = any(p.is_shard(dim) for p in x.placements)
+    cut = lies_along(x.placements, (dim,))
     return Notation(
         [letters],
         [letters],

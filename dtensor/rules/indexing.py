@@ -17,9 +17,10 @@ import torch
 
 from dtensor.calls import Call, NoRule, Operand
 from dtensor.collectives import functional
+from dtensor.custom_placement import lies_along
 from dtensor.moves import comm_over
 from dtensor.notation import Letters, Notation
-from dtensor.placement import Shard, axes_of
+from dtensor.placement import axes_of
 from dtensor.redistribute import local_elements, plain
 from dtensor.rules.reductions import dims_of
 from dtensor.spec import Spec
@@ -442,8 +443,9 @@ def read_by(
     assert len(out) == len(shape), "the entries tell the dims of the result"
     whole = gathers(x, arrays, torch.Size(shape).numel())
     extra = array_letters(call, items, picked)
-    kept = {i.dim for i in items if i.kind == "all"}
-    cut = any(isinstance(p, Shard) and p.dim not in kept for p in x.placements)
+    cut = lies_along(
+        x.placements, {*range(x.ndim)} - {i.dim for i in items if i.kind == "all"}
+    )
 
     def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
         plan = Reader.of(ins[0], items, out, wraps)
@@ -605,7 +607,7 @@ def picking(
 
         return pick
 
-    cut = any(p.is_shard(dim) for p in x.placements)
+    cut = lies_along(x.placements, (dim,))
     return Notation(
         [letters, sub],
         [out],

@@ -14,6 +14,7 @@ import torch
 
 from dtensor.calls import Call, NoRule, Operand
 from dtensor.collectives import functional
+from dtensor.custom_placement import lies_along
 from dtensor.notation import Layout, Letters, Notation
 from dtensor.redistribute import plain
 from dtensor.rules.indexing import checked, comm_of, cut_axes, passed
@@ -125,9 +126,7 @@ def scattered(
         linear=linear,
         affine=affine,
         shapes=[x.shape],
-        run=landing(call, dim, 2)
-        if any(p.is_shard(dim) for p in x.placements)
-        else None,
+        run=landing(call, dim, 2) if lies_along(x.placements, (dim,)) else None,
     )
 
 
