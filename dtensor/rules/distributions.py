@@ -25,7 +25,7 @@ T = torch.Tensor
 
 # Uniform numbers of these types are multiples of 2**-digits.
 UNIFORM = {torch.float16: "uniform11", torch.bfloat16: "uniform8"}
-INT64 = 2**63
+HALF = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,26 +119,30 @@ def bernoulli(p: float, scale: float = 1.0) -> Draw:
     return Draw("word32", then)
 
 
+def _upper(word: T) -> T:
+    """The upper 32 bits of 64-bit words."""
+    return (word >> 32).bitwise_and_(HALF)
+
+
 def integers(low: int, high: int) -> Draw:
     """Whole numbers of [low, high), at most 2**64 of them."""
     count = high - low
     if count <= 2**31:
 
         def small(word: T) -> T:
-            wide = word.to(torch.int64).bitwise_and_(0xFFFFFFFF)
+            wide = word.to(torch.int64).bitwise_and_(HALF)
             return (wide.mul_(count) >> 32).add_(low)
 
         return Draw("word32", small)
 
     def large(word: T) -> T:
-        if count <= INT64:
-            found = (word >> 1).bitwise_and_(INT64 - 1)
-            return found.remainder_(count).add_(low) if count < INT64 else found + low
-        if count < 2 * INT64:
-            # As unsigned numbers; sums wrap around.
-            over = (word ^ -INT64) >= count - INT64
-            word = torch.where(over, word - (count - 2 * INT64), word)
-        return word + low
+        # The high word of the product with the count, by halves, unsigned.
+        if count == 2**64:
+            return word + low
+        high, rest = _upper(word), word & HALF
+        middle = high * (count & HALF) + _upper(rest * (count & HALF))
+        other = rest * (count >> 32) + (middle & HALF)
+        return high * (count >> 32) + _upper(middle) + _upper(other) + low
 
     return Draw("word64", large)
 
