@@ -132,9 +132,11 @@ def test_an_op_without_a_rule_is_right_and_warns_once() -> None:
         mesh = init_device_mesh("cpu", (2,))
         full = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
         x = distribute_tensor(full, mesh, [Shard(0)])
-        with pytest.warns(RedistributionWarning, match=r"cov: has no sharding rule"):
-            y = torch.cov(x)
-        torch.testing.assert_close(y.full_tensor(), torch.cov(full))
+        with pytest.warns(
+            RedistributionWarning, match=r"unique_consecutive: has no sharding rule"
+        ):
+            y = torch.unique_consecutive(x)
+        torch.testing.assert_close(y.full_tensor(), torch.unique_consecutive(full))
         return len(x._spec.world.memo["warned"])
 
     assert simulate(program, 2) == [1, 1]
@@ -147,8 +149,10 @@ def test_the_policy_nests_and_is_restored() -> None:
         with redistribution("error"):
             with pytest.raises(ShardingError, match=r"sort: redistributes its oper"):
                 x.sort(0)
-            with pytest.raises(ShardingError, match=r"cov: has no sharding rule"):
-                torch.cov(x)
+            with pytest.raises(
+                ShardingError, match=r"unique_consecutive: has no sharding rule"
+            ):
+                torch.unique_consecutive(x)
             with redistribution("allow"):
                 x.sort(0)
             with pytest.raises(ZeroDivisionError):
@@ -194,7 +198,10 @@ def test_a_scope_promotes_plain_tensors() -> None:
         t = torch.ones(4, requires_grad=True)
         with promote_plain("replicate"):
             y = x * t
-            assert torch.equal(torch.cov(t + x).full_tensor(), torch.cov(full + 1))
+            assert torch.equal(
+                torch.unique_consecutive(t + x).full_tensor(),
+                torch.unique_consecutive(full + 1),
+            )
             with promote_plain(None), pytest.raises(ShardingError, match="whole value"):
                 x * t
         assert torch.equal(y.full_tensor(), full)

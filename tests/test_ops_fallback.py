@@ -154,13 +154,13 @@ def test_on_two_axes() -> None:
 
 
 def test_it_warns_once_and_names_the_op_and_the_bytes() -> None:
-    assert "kthvalue" not in RULES
+    assert "unique_consecutive" not in RULES
 
     def program() -> None:
         x = place(A, LINE, (Shard(0),))
-        torch.kthvalue(x, 2)
-        torch.kthvalue(x, 2)
-        torch.kthvalue(place(A, LINE, (Replicate(),)), 2)
+        torch.unique_consecutive(x)
+        torch.unique_consecutive(x)
+        torch.unique_consecutive(place(A, LINE, (Replicate(),)))
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -168,14 +168,17 @@ def test_it_warns_once_and_names_the_op_and_the_bytes() -> None:
     messages = [str(w.message) for w in seen if w.category is RedistributionWarning]
     assert len(messages) == LINE.size()  # each rank says it once
     for m in messages:
-        assert "kthvalue: has no sharding rule" in m and "bytes" in m
+        assert "unique_consecutive: has no sharding rule" in m and "bytes" in m
 
 
 def test_the_error_policy_refuses_before_anything_moves() -> None:
     def program() -> None:
         x = place(A, LINE, (Shard(0),))
-        with redistribution("error"), pytest.raises(ShardingError, match="kthvalue"):
-            torch.kthvalue(x, 2)
+        with (
+            redistribution("error"),
+            pytest.raises(ShardingError, match="unique_consecutive"),
+        ):
+            torch.unique_consecutive(x)
 
     simulate(program)
 
