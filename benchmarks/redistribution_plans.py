@@ -4,7 +4,7 @@ For every pair of placements on small meshes: the plan that PyTorch makes (read 
 planner, on a process group that moves nothing) and ours with latency zero, both priced
 alike: bytes that a rank sends. Writes the table in docs/redistribution_plans.md.
 
-    python benchmarks/redistribution_plans.py [--write]
+    python benchmarks/redistribution_plans.py [--write] [--mesh 2x2]
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dtensor.plan import plan_steps
 from dtensor.steps import VERBS, average_shard, sent_by
 
 SIDE = 1024
+MESHES = ((4,), (2, 2), (2, 4), (2, 2, 2))
 PAGE = Path(__file__).parent.parent / "docs" / "redistribution_plans.md"
 KINDS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial()]
 
@@ -117,7 +118,7 @@ def page(tables: dict[tuple[int, ...], Any]) -> str:
             f"{mib(sum(r[4] for r in rows))} | {sum(r[3] for r in rows)} | "
             f"{sum(r[5] for r in rows)} |"
         )
-    grid = tables[(2, 2)]
+    grid = tables.get((2, 2), ())
     out += [
         "",
         "Pairs on 2 x 2 where the plans send unlike bytes:",
@@ -141,11 +142,15 @@ def main() -> None:
     """Compare, print, and write the page if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the page in docs/")
+    parser.add_argument("--mesh", action="append", help="one mesh alone, such as 2x4")
     options = parser.parse_args()
+    meshes = [tuple(map(int, m.split("x"))) for m in options.mesh or ()]
+    if meshes and options.write:
+        parser.error("--write takes all meshes")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     tables = {}
-    for shape in ((4,), (2, 2), (2, 4), (2, 2, 2)):
+    for shape in meshes or MESHES:
         size = torch.Size(shape).numel()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         tables[shape] = compare(shape)
