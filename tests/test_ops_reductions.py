@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +19,7 @@ from op_harness import (
     place,
 )
 
-from dtensor import Replicate, Shard, count_collectives, simulate
+from dtensor import Replicate, Shard, count_collectives, redistribution, simulate
 
 A, N, M = eighths(5, 3), integers(5, 3), booleans(5, 3)
 CUBE, EMPTY, ONE = eighths(2, 5, 3), eighths(0, 3), eighths(1)
@@ -195,7 +198,221 @@ def test_a_norm_sends_norms() -> None:
     simulate(program)
 
 
-FAMILIES = {"reductions": reductions, "along": along}
+INF, NAN = float("inf"), float("nan")
+TIED = torch.tensor(
+    [[1, 2, 2.0], [2, 2, -1], [2, -1, 0], [-1, -1, 2], [0, 2, 2]], dtype=torch.float64
+)
+NANS = torch.tensor(
+    [[1, NAN, 2.0], [NAN, 3, 2], [NAN, 1, 0], [4, NAN, 1], [0, 1, 5]],
+    dtype=torch.float64,
+)
+ZEROS = torch.tensor(
+    [[0, 2, 2.0], [1, 0, 3], [2, 3, 0], [0, 1, 2], [1.5, 0, 2]], dtype=torch.float64
+)
+INFS = torch.tensor(
+    [[-INF, 1, 2.0], [-INF, -INF, 3], [-INF, 1, 0], [-INF, -INF, 1], [-INF, 2, -INF]],
+    dtype=torch.float64,
+)
+EVEN, LONG = TIED[:4], eighths(9, 2)
+
+
+def cut() -> list[Case]:
+    """Along every dim, cut or not: ties, zeros, nan, infinities, all dtypes."""
+    t = torch
+    cases = []
+    for n in "amax amin max min aminmax".split():
+        f = getattr(t, n)
+        for name, x in [("ties", TIED), ("nan", NANS), ("inf", INFS), ("even", EVEN)]:
+            grad = not (name == "nan" and n in ("amax", "amin"))
+            cases.append(Case(f"{n} {name}", lambda x, f=f: f(x), [x], grad=grad))
+            for d in (0, 1):
+                cases.append(
+                    Case(
+                        f"{n} {name} {d}",
+                        lambda x, f=f, d=d: f(x, dim=d),
+                        [x],
+                        grad=grad,
+                    )
+                )
+    for n in "argmax argmin amax max min aminmax any all count_nonzero prod".split():
+        f = getattr(t, n)
+        for name, x in [("int", TIED.long()), ("bool", TIED > 1), ("float", TIED)]:
+            if n.startswith("arg") and name == "bool":
+                continue
+            cases.append(Case(f"{n} {name}", lambda x, f=f: f(x), [x]))
+            cases.append(Case(f"{n} {name} 0", lambda x, f=f: f(x, dim=0), [x]))
+            if n != "count_nonzero":
+                cases.append(
+                    Case(
+                        f"{n} {name} keep",
+                        lambda x, f=f: f(x, dim=-1, keepdim=True),
+                        [x],
+                    )
+                )
+    for n in "prod logsumexp nanmean".split():
+        f = getattr(t, n)
+        for name, x in [("zeros", ZEROS), ("inf", INFS), ("long", LONG)]:
+            for d in (0, 1):
+                grad = not (name == "inf" and n == "prod")
+                cases.append(
+                    Case(f"{n} {name} {d}", lambda x, f=f, d=d: f(x, d), [x], grad=grad)
+                )
+    cases += [
+        Case("argmax nan", lambda x: x.argmax(), [NANS]),
+        Case("argmin nan 0", lambda x: x.argmin(0), [NANS]),
+        Case("any of bytes", lambda x: x.any(0), [TIED.clamp(0).to(t.uint8)]),
+        Case("any 2", lambda x: x.any((0, 1)), [TIED > 1]),
+        Case("all 2", lambda x: x.all((0, 2), keepdim=True), [CUBE > 0]),
+        Case("prod(zeros)", lambda x: x.prod(), [ZEROS]),
+        Case("nanmean nan", lambda x: x.nanmean(0), [NANS]),
+        Case("nanmean of nan", lambda x: x.nanmean(), [NANS * NAN]),
+        Case("logsumexp 2", lambda x: x.logsumexp((0, 2)), [CUBE]),
+        Case("logsumexp int", lambda x: x.logsumexp(0), [N]),
+        Case("std alike", lambda x: x.std(0), [t.ones(5, 3).double()]),
+        Case("var half", lambda x: x.var(0), [A.to(t.bfloat16)], rtol=0.02),
+        Case("var complex", lambda x: x.var(0), [t.complex(A, A.flip(0))]),
+        Case("var_mean 2", lambda x: t.var_mean(x, (0, 2)), [CUBE]),
+        Case("var big", lambda x: x.var(0, correction=7), [A]),
+        Case("dist", lambda x, y: t.dist(x, y, 3), [A, eighths(5, 3, seed=2)]),
+        Case("dist one", lambda x, y: t.dist(x, y), [A, eighths(3)]),
+    ]
+    for p in (0, 0.5, 1, 1.5, 2, 3, INF, -INF, -1):
+        for name, x in [("zeros", ZEROS), ("ties", TIED), ("none", ZEROS * 0)]:
+            for d in (None, 0):
+                cases.append(
+                    Case(
+                        f"norm {p} {name} {d}",
+                        lambda x, p=p, d=d: t.linalg.vector_norm(x, p, d),
+                        [x],
+                    )
+                )
+    return cases
+
+
+def second(f: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The gradient of the squared results; its own gradient is a second derivative."""
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        out = f(x)
+        outs = out if isinstance(out, tuple) else (out,)
+        total = sum((o * o).sum() for o in outs if o.is_floating_point())
+        (found,) = torch.autograd.grad(total, x, create_graph=True)  # type: ignore
+        return found
+
+    return gradient
+
+
+def twice() -> list[Case]:
+    t = torch
+    functions: dict[str, Callable[[torch.Tensor], Any]] = {
+        "amax": lambda x: x.amax(0),
+        "max()": lambda x: x.max(),
+        "max(0)": lambda x: tuple(x.max(0)),
+        "prod": lambda x: x.prod(0),
+        "prod()": lambda x: x.prod(),
+        "logsumexp": lambda x: x.logsumexp(0),
+        "var": lambda x: x.var(0),
+        "std_mean": lambda x: t.std_mean(x, 0),
+        "nanmean": lambda x: x.nanmean(0),
+        "norm": lambda x: t.linalg.vector_norm(x, 2, 0),
+        "norm 3": lambda x: t.linalg.vector_norm(x, 3, 0),
+        "norm 1.5": lambda x: t.linalg.vector_norm(x, 1.5),
+        "norm inf": lambda x: t.linalg.vector_norm(x, INF, 0),
+        "softmax": lambda x: x.softmax(0),
+        "log_softmax": lambda x: x.log_softmax(0),
+        "cumsum": lambda x: x.cumsum(0),
+        "cumprod": lambda x: x.cumprod(0),
+        "cummax": lambda x: tuple(x.cummax(0)),
+        "logcumsumexp": lambda x: x.logcumsumexp(0),
+        "topk": lambda x: tuple(x.topk(2, 0)),
+    }
+    held = {"prod", "prod()", "cumprod"}
+    return [
+        Case(f"{n} twice", second(f), [ZEROS if n in held else DISTINCT + 0.125])
+        for n, f in functions.items()
+    ]
+
+
+FAMILIES = {"reductions": reductions, "along": along, "cut": cut, "twice": twice}
+
+
+def test_results_travel_and_operands_stay() -> None:
+    """One or two collectives of the results' size, and the other dim stays cut."""
+    t = torch
+    one: dict[str, Callable[[Any], Any]] = {
+        "amax": lambda x: x.amax(0),
+        "any": lambda x: (x > 0).any(0),
+        "prod": lambda x: x.prod(0),
+        "var": lambda x: x.var(0),
+        "norm": lambda x: t.linalg.vector_norm(x, 2, 0),
+        "norm inf": lambda x: t.linalg.vector_norm(x, INF, 0),
+        "cumsum": lambda x: x.cumsum(0),
+        "cumprod": lambda x: x.cumprod(0),
+    }
+    two: dict[str, Callable[[Any], Any]] = {
+        "max": lambda x: x.max(0)[0],
+        "argmin": lambda x: x.argmin(0),
+        "aminmax": lambda x: t.aminmax(x, dim=0)[0],
+        "softmax": lambda x: x.softmax(0),
+        "logsumexp": lambda x: x.logsumexp(0),
+        "cummin": lambda x: x.cummin(0)[0],
+        "topk": lambda x: x.topk(1, 0)[0],
+    }
+    none: dict[str, Callable[[Any], Any]] = {
+        "nansum": lambda x: x.nansum(0),
+        "count_nonzero": lambda x: t.count_nonzero(x, 0),
+        "histc": lambda x: t.histc(x, 4, -4, 4),
+    }
+
+    def program() -> None:
+        x = place(eighths(64, 4), GRID, (Shard(0), Shard(1)))
+        with redistribution("error"):
+            for calls, functions in enumerate((none, one, two)):
+                for name, f in functions.items():
+                    with count_collectives() as c:
+                        out = f(x)
+                    assert c.calls() == calls, name
+                    assert c.bytes() <= 3 * 2 * 8 * calls, name
+                    if calls:
+                        assert out.placements[1].is_shard(), name
+
+    simulate(program, ranks=4)
+
+
+def test_an_empty_whole_is_an_error_everywhere() -> None:
+    """Before anything is moved, on every rank."""
+    t = torch
+
+    def program() -> None:
+        x = place(EMPTY, LINE, (Shard(0),))
+        calls: list[Callable[[], Any]] = [
+            lambda: x.amax(0),
+            lambda: x.max(),
+            lambda: x.max(0),
+            lambda: x.argmin(),
+            lambda: t.aminmax(x),
+            lambda: t.linalg.vector_norm(x, INF, 0),
+        ]
+        with count_collectives() as c:
+            for call in calls:
+                with pytest.raises((RuntimeError, IndexError)):
+                    call()
+        assert c.calls() == 0
+
+    simulate(program, ranks=4)
+
+
+def test_moments_lose_no_digits() -> None:
+    def program() -> None:
+        x = eighths(64, 3) + 1e9
+        for p in (Shard(0), Shard(1)):
+            got = place(x, LINE, (p,)).var(0).full_tensor()
+            torch.testing.assert_close(got, (x - 1e9).var(0), rtol=1e-12, atol=0)
+        y = (eighths(64, 3) + 1e6).float()
+        got = place(y, LINE, (Shard(0),)).var(0).full_tensor()
+        torch.testing.assert_close(got, y.var(0), rtol=1e-5, atol=0)
+
+    simulate(program, ranks=4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

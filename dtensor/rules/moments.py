@@ -3,7 +3,9 @@
 Pieces with n_i elements, means m_i and sums of squared deviations s_i have together the
 mean m = sum(n_i m_i) / n and the sum of squares sum(s_i + n_i (m_i - m)^2) (Chan, Golub
 and LeVeque 1983, "Algorithms for computing the sample variance"). No square of a large
-number is subtracted from another. Bytes sent: two numbers per result and rank.
+number is subtracted from another; each mean travels as two numbers, a near one and the rest, so
+that no digit of the deviations is lost where they are small beside the mean. Bytes sent:
+three numbers per result and rank.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 
 from dtensor.calls import Call, Rule
-from dtensor.rules.partition import Partition, inexact, reducing
+from dtensor.rules.partition import Partition, empty_shards, inexact, reducing
 from dtensor.rules.reductions import reduce_args, whole_dims
 
 T = torch.Tensor
@@ -34,8 +36,7 @@ def moments(
 ) -> tuple[T, T]:
     """Mean and sum of squared deviations over all pieces, reduced dims kept.
 
-    Differentiable. The mean has the dtype ``wide(x.dtype)``, so that no digit is lost
-    where the mean is large and the deviations are small.
+    Differentiable; both of the dtype ``wide(x.dtype)``, squares real.
 
     Args:
         part: The partition.
@@ -45,25 +46,28 @@ def moments(
     """
     dims = part.dims if inner is None else inner
     exact = wide(x.dtype)
-    if part.mine.size:
-        mean = x.mean(dims, keepdim=True, dtype=exact)
-        variance = torch.var(x.to(narrow_of(x.dtype)), dims, correction=0, keepdim=True)
+    if part.mine.size and x.numel():
+        local = x.to(narrow_of(x.dtype))
+        near = local.mean(dims, keepdim=True).detach()
+        variance, rest = torch.var_mean(local - near, dims, correction=0, keepdim=True)
         squares = variance.to(exact) * (part.mine.size * each)
     else:
-        mean = squares = x.sum(dims, keepdim=True, dtype=exact)
-        squares = squares * 0
+        rest = x.sum(dims, keepdim=True)
+        squares = rest.to(exact) * 0
+        near = rest.detach()
     if not part.axes:
-        return mean, squares.real if exact.is_complex else squares
-    both = part.stacked(torch.stack([mean, squares]))  # (pieces, 2, ...)
-    means, parts = both[:, 0], both[:, 1]
+        return near.to(exact) + rest, squares.real
+    found = part.stacked(torch.stack([near.to(exact), rest.to(exact), squares]))
     sizes = [p.size * each for p in part.pieces]
-    shape = (len(sizes),) + (1,) * x.ndim
-    counts = torch.tensor(sizes, dtype=torch.float64, device=x.device).reshape(shape)
-    total = sum(sizes)
-    mean = (means * (counts / total)).sum(0)
+    counts = torch.tensor(sizes, dtype=torch.float64, device=x.device)
+    counts = counts.reshape(-1, *(1,) * near.ndim)
+    # as distances from one of the means: nothing large is subtracted from a sum
+    centre = found[next(i for i, n in enumerate(sizes) if n), 0].detach()
+    means = (found[:, 0] - centre) * (counts > 0) + found[:, 1]
+    mean = (means * (counts / sum(sizes))).sum(0)
     away = means - mean
-    squares = parts.sum(0).real + (counts * (away * away.conj()).real).sum(0)
-    return mean, squares
+    squares = found[:, 2].sum(0).real + (counts * (away * away.conj()).real).sum(0)
+    return centre + mean, squares
 
 
 def root(x: T) -> T:
@@ -92,15 +96,18 @@ def spread(deviation: bool, with_mean: bool) -> Rule:
         part: Partition, x: T, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         mean, squares = moments(part, x)
-        left = max(0.0, part.size - correction_of(args, kwargs))
+        left = part.size - correction_of(args, kwargs)
         out = squares / left
+        if left < 0:  # infinite in torch, but with the derivative of the quotient
+            out = out - out.detach() + torch.inf
         if deviation:
             out = root(out)
         out = out.to(torch.empty((), dtype=x.dtype).abs().dtype)
         return (out, mean.to(x.dtype)) if with_mean else out
 
     outs = 2 if with_mean else 1
-    return reducing(parse, program, inexact, whole_dims(1, 3, outs=outs), outs=outs)
+    gathers = empty_shards(whole_dims(1, 3, outs=outs))
+    return reducing(parse, program, inexact, gathers, outs=outs)
 
 
 def parse(call: Call) -> tuple[list[int], bool]:

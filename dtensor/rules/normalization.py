@@ -1,7 +1,7 @@
 """Layer, group, batch and instance norm, over whole dims and over cut ones.
 
 Where a dim that is averaged over is cut, the shards' moments are put together by one
-all-gather of two numbers per mean (see ``moments``); so statistics of a batch are those
+all-gather of three numbers per mean (see ``moments``); so statistics of a batch are those
 of the whole batch, as in one process, and so are the running ones.
 """
 
@@ -69,8 +69,8 @@ def normalized(call: Call) -> Notation:
     ins += [tail] * (len(call.operands) - 1)
     if tuple(x.shape[x.ndim - len(shape) :]) != tuple(shape):
         call.shapes()  # raises torch's own error
-    # two numbers of each rank travel per mean: of a few elements, these are less
-    few = math.prod(shape) <= 2 * x.spec.mesh.size()
+    # three numbers of each rank travel per mean: of a few elements, these are less
+    few = math.prod(shape) <= 3 * x.spec.mesh.size()
     if few or not cut_anywhere(call, ins, set(tail)) or x.shape.numel() == 0:
         return Notation(ins, [letters], whole=set(tail), shapes=[x.shape])
     root_mean_square = call.name == "rms_norm"

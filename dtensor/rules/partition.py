@@ -218,13 +218,16 @@ def reducing(
 
     def rule(call: Call) -> Notation | Layout | None:
         dims, keep = parse(call)
-        if not travels(call, dims, fits):
+        nothing = any(call.operands[0].shape[d] == 0 for d in dims)
+        if not travels(call, dims, fits) and not nothing:
             return otherwise(call)
         n = call.operands[0].ndim
         kept = [d if d not in dims else ("kept", d) for d in range(n)]
         letters = kept if keep else [d for d in range(n) if d not in dims]
         places, out = reduced_layout(call, dims, letters)
         shapes = call.shapes()
+        if nothing:  # then every shard is of nothing: torch's answer, or its error
+            return Layout([places], [out] * len(shapes), shapes)
         family = getattr(torch.return_types, call.name, None) if outs > 1 else None
 
         def run(ins: list[Spec], results: list[Spec]) -> Callable[..., Any]:

@@ -122,8 +122,12 @@ def scan_extrema(largest: bool) -> Scan:
     """``cummax`` and ``cummin``: of equal elements the last, a nan beats all."""
 
     def scan(part: Partition, func: Any, x: T, dim: int, named: dict[str, Any]) -> Any:
-        values, at = func(x, dim)
-        at = at + part.mine.offsets[0]
+        if x.shape[dim]:
+            values, at = func(x, dim)
+            at = at + part.mine.offsets[0]
+        else:  # of nothing, torch's has a derivative that forgets its cotangent
+            values = x * 1 if x.is_floating_point() else x.clone()
+            at = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
         ends, places = part.stacked(last(values, dim)), part.stacked(last(at, dim))
         before = part.before()
         front, who = func(ends[before] if before else ends[:1], 0)
