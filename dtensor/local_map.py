@@ -76,6 +76,8 @@ def local_map(
                 "local_map: no mesh, got no DTensor among the arguments, expected one. "
                 "Pass a DTensor, or device_mesh=."
             )
+        _check_entries("in_placements", in_placements, len(args))
+        _check_entries("in_grad_placements", in_grad_placements, len(args))
         given = [
             _entering(
                 i, a, mesh, in_placements, in_grad_placements, redistribute_inputs
@@ -96,6 +98,20 @@ def local_map(
         return type(out)(made) if several else made[0]
 
     return mapped
+
+
+def _check_entries(name: str, given: Any, count: int) -> None:
+    """Refuse what is no sequence of entries, and entries that would be dropped."""
+    if given is not None and not isinstance(given, (tuple, list)):
+        raise TypeError(
+            f"local_map: {name} must be a tuple, got {given!r}. Give one entry per "
+            "positional argument, None for those that are no DTensors."
+        )
+    if given is not None and len(given) > count:
+        raise ShardingError(
+            f"local_map: {name} has entries without an argument, got {len(given)} for "
+            f"{count} positional arguments. Give one per positional argument."
+        )
 
 
 def _at(given: tuple[Any, ...] | None, i: int, name: str) -> Any:

@@ -288,11 +288,14 @@ def test_plain_code_on_shards() -> None:
             (lambda: local_map(block, ([R],))(dx, dx, 1.0), None),
             (lambda: local_map(torch.abs, [R])(x), "no mesh"),
             (lambda: local_map(torch.abs, [R], ())(dx), "no entry for argument 0"),
+            (lambda: local_map(torch.abs, [R], ([R], [R]))(dw), "without an argument"),
             (lambda: local_map(lambda x: 3, [R])(dx), "a result is no tensor"),
             (lambda: local_map(lambda x: (x, x), ([R],))(dw), "not one per result"),
         ):
             if words is not None:
                 with pytest.raises(ShardingError, match=words):
                     call()
+        with pytest.raises(TypeError, match="in_grad_placements must be a tuple"):
+            local_map(torch.abs, [R], ([R],), mesh)(dw)  # type: ignore[arg-type]
 
     simulate(program, 2)
