@@ -68,12 +68,13 @@ def addmm(call: Call) -> Notation:
         shape = outs[0].local_shape
 
         def stretched(args: Any, kwargs: Any) -> Any:
-            # torch.addmv forgets to stretch its first operand where k is empty.
+            # torch.addmv forgets to stretch its first operand where m or k is empty.
             return (plain(args[0]).expand(shape), *args[1:]), kwargs
 
         return stretched
 
-    stretch = any(isinstance(x, tuple) for x in sub_c) and not call.inplace
+    short = len(sub_c) < len(out) or any(isinstance(x, tuple) for x in sub_c)
+    stretch = short and not call.inplace
     return Notation(
         [tuple(sub_c), (*batch, "m", "k"), (*batch, "k", *n)],
         [out],
