@@ -74,6 +74,17 @@ def main() -> None:
         require(
             torch.equal(y.redistribute(grid, [R, Shard(0)]).full_tensor(), full), dst
         )
+    left, right = DeviceMesh("cpu", [0, 2]), DeviceMesh("cpu", [1, 2, 3])
+    for src, dst in itertools.product((R, Shard(0), Shard(1)), repeat=2):
+        w = distribute_tensor(full, left, [src], src_data_rank=None)
+        w.requires_grad_()
+        y = w.sin().redistribute(right, [dst])
+        y.pow(2).sum().backward()
+        if left.coordinate is not None:
+            plain = full.clone().requires_grad_()
+            plain.sin().pow(2).sum().backward()
+            assert w.grad is not None and plain.grad is not None
+            torch.testing.assert_close(w.grad.full_tensor(), plain.grad)
     big = torch.arange(1 << 20, dtype=torch.float64).view(1024, 1024)
     y = distribute_tensor(big, line, [Shard(0)]).redistribute([Shard(1)])
     require(torch.equal(y.full_tensor(), big), "large shards")
