@@ -17,6 +17,7 @@ from torch._C import DisableTorchFunctionSubclass as NoTF
 
 from dtensor.calls import first_spec
 from dtensor.errors import ShardingError
+from dtensor.moves import lay_addends
 from dtensor.placement import Replicate, Shard, is_linear
 from dtensor.random import Key, mixed, next_key
 from dtensor.redistribute import plain
@@ -77,20 +78,17 @@ def random_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     spec = x._spec
     if spec.coordinate is None:
         return x
-    if any(p.is_partial() for p in spec.placements):
-        raise ShardingError(
-            f"{name}: cannot fill addends, got {x!r}. Call "
-            "x = x.redistribute(Replicate()) first."
-        )
     with NoTF():
         local = plain(x).detach()
         # torch's own checks of the parameters, on nothing.
         func(local.new_empty(0), *rest, **kwargs)
         draw = filling(name, local.dtype, *rest, **kwargs)
         key = key_of(spec, generator)
-        if x.requires_grad and torch.is_grad_enabled():
+        addends = any(p.is_partial() for p in spec.placements)
+        if addends or x.requires_grad and torch.is_grad_enabled():
             # Through an op that autograd knows, for its checks and a zero gradient.
-            x.copy_(part(spec, key, draw, local.dtype, local.device))
+            made = part(spec, key, draw, local.dtype, local.device)
+            x.copy_(lay_addends(made, spec))
         else:
             distributions.put(local, spec, key, draw)
     return x
@@ -214,7 +212,7 @@ def dropping(features: bool = False, alpha: bool = False) -> Handler:
                 f"{name}: drops features of dim 1, got {x.ndim} dims, expected two or "
                 "more. Call F.dropout."
             )
-        if not is_linear(x._spec.placements) or alpha or features:
+        if not is_linear(x._spec.placements) or alpha:
             if inplace and any(q.is_partial() for q in x._spec.placements):
                 raise ShardingError(
                     f"{name}: addends cannot be dropped one by one, got {x!r}. Call "
