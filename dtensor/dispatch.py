@@ -68,6 +68,25 @@ def frozen(x: Any, numbers: bool, floats: bool = False) -> Any:
     raise Unhashable
 
 
+_dtype: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+
+def dtypes_into(key: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Put the dtypes of all tensor arguments into a cache key."""
+    with NoTF():
+        for x in args:
+            if isinstance(x, torch.Tensor):
+                key.append(_dtype(x))
+            elif type(x) is tuple or type(x) is list:
+                for v in x:
+                    if isinstance(v, torch.Tensor):
+                        key.append(_dtype(v))
+                    elif type(v) is tuple or type(v) is list:
+                        key.extend(_dtype(t) for _, t in tensors_in(v, {}))
+        if kwargs:
+            key.extend(_dtype(t) for _, t in tensors_in((), kwargs))
+
+
 def planned(op: Op) -> Handler:
     """The handler of an op that has a rule."""
     numbers, dtypes, floats = op.numbers, op.dtypes, op.floats
@@ -94,7 +113,7 @@ def planned(op: Op) -> Handler:
                     key.append(k)
                     key.append(frozen(x, numbers, floats))
             if dtypes:
-                key.extend(t.dtype for _, t in tensors_in(args, kwargs))
+                dtypes_into(key, args, kwargs)
             if spec is None:
                 spec = first_spec(args, kwargs)
             plans, whole = spec.plans, tuple(key)

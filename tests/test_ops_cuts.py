@@ -10,7 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from guard_helpers import gen, lay, line, ranks, refused, same
 from op_harness import GRID, LINE, Case, T, assert_right, booleans, eighths, integers
+
+from dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    count_collectives,
+    distribute_tensor,
+    init_device_mesh,
+    redistribution,
+)
+from dtensor.tensor import local_of
 
 A, B, C = eighths(7, 5), eighths(3, 6), eighths(5, 3, 4)
 ONE, SEVEN = eighths(1, 4), eighths(7)
@@ -247,3 +260,138 @@ def test_on_one_axis(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_two_axes(family: str) -> None:
     assert_right(FAMILIES[family](), GRID, limit=6)
+
+
+# ---- what stays where it is, and what is sent ------------------------------------------
+P, R, S = Partial(), Replicate(), Shard(0)
+ROW = 8 * 8  # bytes of a row of x
+# name: the call on x (16, 8) by S(0) over 4 ranks, placement of the results, collectives,
+# and the bytes that all ranks together send.
+COUNTED: dict[str, tuple[Callable[[Any], Any], Any, dict[str, int], int]] = {
+    "all": (lambda x: x[0:16], S, {}, 0),
+    "another dim": (lambda x: x[:, 3], S, {}, 0),
+    "every other": (lambda x: x[::2], S, {}, 0),
+    "middle": (lambda x: x[2:10], S, {"all_to_all": 1}, 4 * ROW),
+    "but one": (lambda x: x[1:], S, {"all_to_all": 1}, 3 * ROW),
+    "differences": (lambda x: x[1:] - x[:-1], S, {"all_to_all": 1}, 3 * ROW),
+    "diff": (lambda x: x.diff(dim=0), S, {"all_to_all": 1}, 3 * ROW),
+    "halves": (lambda x: x.chunk(2), S, {"all_to_all": 1}, 12 * ROW),
+    "roll": (lambda x: x.roll(1, 0), S, {"all_to_all": 1}, 4 * ROW),
+    "flip": (lambda x: x.flip(0), S, {"all_to_all": 1}, 16 * ROW),
+    "rows": (lambda x: x.unbind(0), S, {"all_to_all": 1}, 12 * ROW),
+    "row": (lambda x: x[5], R, {"broadcast": 1}, 3 * ROW),
+    "element": (lambda x: x[5, 2], R, {"broadcast": 1}, 3 * 8),
+    "list": (lambda x: x[[3, 9]], P, {}, 0),
+    "index_select": (lambda x: x.index_select(0, t.tensor([3, 9])), P, {}, 0),
+    "gather": (lambda x: x.gather(0, t.zeros(2, 8, dtype=t.int64)), P, {}, 0),
+    "take": (lambda x: x.take(t.tensor([3, 90])), P, {}, 0),
+    "index_fill": (lambda x: x.index_fill(0, t.tensor([1, 9]), 2.0), S, {}, 0),
+    "scatter": (lambda x: x.scatter(0, t.ones(1, 8, dtype=t.int64), 2.0), S, {}, 0),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@ranks(4)
+def test_only_what_changes_owner_is_sent(name: str) -> None:
+    call, place, verbs, sent = COUNTED[name]
+    x = lay(gen(16, 8), S, mesh=line(4))
+    with count_collectives() as c:
+        got = call(x)
+    assert {verb: c.calls(verb) for verb, _ in c.rows()} == verbs
+    bytes_sent = torch.tensor(c.bytes())
+    total = DTensor.from_local(bytes_sent, line(4), [P], run_check=False).full_tensor()
+    assert int(total) == sent, (int(total), sent)
+    want = call(gen(16, 8))
+    many = isinstance(want, tuple)
+    for g, w in zip(got if many else [got], want if many else [want], strict=True):
+        assert g.placements == (place,)
+        same(g, w, name)
+    if verbs:
+        with redistribution("error"):
+            refused("redistributes its operands", lambda: call(x))
+
+
+@ranks(4)
+def test_the_backward_moves_the_same_elements_back() -> None:
+    x = lay(gen(16, 8), S, mesh=line(4)).requires_grad_()
+    y = x[2:10]
+    with count_collectives() as c:
+        y.backward(lay(gen(8, 8), S, mesh=line(4)))
+    assert c.calls() == c.calls("all_to_all") == 1
+    assert x.grad is not None
+    assert not x.grad.full_tensor()[:2].any()
+
+
+@ranks(4)
+def test_adds_of_alike_shards_are_addends() -> None:
+    """Sources and indices cut alike: each rank adds up what it has, nothing moves."""
+    base = lay(gen(5, 8), R, mesh=line(4))
+    rows = lay(gen(16, 8), S, mesh=line(4))
+    index = lay(t.arange(16) % 5, S, mesh=line(4))
+    wide = lay((t.arange(128) % 5).view(16, 8), S, mesh=line(4))
+    with count_collectives() as c, redistribution("error"):
+        a = base.index_add(0, index, rows)
+        b = base.scatter_add(0, wide, rows)
+        d = base[index]  # each rank reads by its own indices
+    assert c.calls() == 0
+    assert a.placements == b.placements == (P,) and d.placements == (S,)
+    same(a, gen(5, 8).index_add(0, t.arange(16) % 5, gen(16, 8)))
+    same(b, gen(5, 8).scatter_add(0, (t.arange(128) % 5).view(16, 8), gen(16, 8)))
+    same(d, gen(5, 8)[t.arange(16) % 5])
+
+
+@ranks(4)
+def test_a_dim_is_gathered_where_that_costs_less() -> None:
+    """What is picked travels twice, in an all-reduce to come; a small table once."""
+    x = lay(gen(4, 2), S, mesh=line(4))
+    assert x[t.zeros(100, dtype=t.int64)].placements == (R,)
+    assert lay(gen(400, 2), S, mesh=line(4))[[1, 2]].placements == (P,)
+    assert lay(gen(400, 2) > 0, S, mesh=line(4))[[1, 2]].placements == (R,)
+
+
+@ranks(4)
+def test_no_rank_holds_more_than_its_share() -> None:
+    """Shards of the results follow the law of ``torch.chunk``, of nested axes, too."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for n, m in ((9, 5), (5, 3), (3, 1), (4, 4), (1, 0)):
+        x = distribute_tensor(gen(n, 2), mesh, [S, S])
+        for y, want in (
+            (x[n - m :], gen(n, 2)[n - m :]),
+            (x[:m], gen(n, 2)[:m]),
+            (x.flip(0)[:m], gen(n, 2).flip(0)[:m]),
+            (x.roll(m, 0), gen(n, 2).roll(m, 0)),
+        ):
+            assert y.placements == (S, S)
+            assert local_of(y).shape == y._spec.local_shape
+            same(y, want, (n, m))
+
+
+@ranks(2)
+def test_an_index_out_of_range_is_an_error() -> None:
+    x = lay(gen(6, 2), S)
+    for bad in (t.tensor([6]), t.tensor([-7]), t.tensor([0, 99])):
+        with pytest.raises(IndexError, match="out of range"):
+            x[bad]
+    with pytest.raises(IndexError, match="out of range"):
+        x.index_select(0, t.tensor([-1]))
+    with pytest.raises(IndexError):
+        x[6]
+    with pytest.raises(IndexError):
+        x[t.tensor(6)]
+    with pytest.raises(IndexError):
+        x.select(0, -7)
+    with pytest.raises(ValueError, match="step must be greater than zero"):
+        x[::-1]
+
+
+@ranks(3)
+def test_questions_over_a_sharded_dim() -> None:
+    x, want = lay(gen(7, 2), S, mesh=line(3)), gen(7, 2)
+    assert len(x) == 7 and x.tolist() == want.tolist()
+    for row, plain in zip(x, want, strict=True):
+        same(row, plain)
+    assert [row.sum().item() for row in x] == [row.sum().item() for row in want]
+    assert torch.equal(x, lay(gen(7, 2), R, mesh=line(3)))
+    assert not torch.equal(x, x * 2) and torch.allclose(x[1:], x[1:] + 1e-12)
+    a, b = lay(gen(2, 7), Shard(1), mesh=line(3))
+    same(a - b, gen(2, 7)[0] - gen(2, 7)[1])

@@ -26,13 +26,19 @@ from dtensor.taking import Progression, take_plan
 Results = Sequence[tuple[int, Sequence[Progression]]]
 
 
-def whole_dim(call: Call, dim: int, drop: bool, many: bool) -> Notation:
+def whole_dim(
+    call: Call,
+    dim: int,
+    drop: bool,
+    many: bool,
+    shapes: Sequence[Sequence[int]] | None = None,
+) -> Notation:
     """The notation of a cut along a dim that must be whole."""
     x = call.operands[0]
     letters: Letters = tuple(range(x.ndim))
     rest: Letters = () if drop else ("cut",)
     out: Letters = (*letters[:dim], *rest, *letters[dim + 1 :])
-    shapes = call.shapes()
+    shapes = call.shapes() if shapes is None else shapes
     extra: list[Letters] = [
         tuple(("index", i, d) for d in range(o.ndim))
         for i, o in enumerate(call.operands[1:])
@@ -53,9 +59,10 @@ def narrow(call: Call) -> Notation:
     x = call.operands[0]
     dim = dims_of(call.arg(1, "dim", 0), x.ndim)[0]
     start, length = call.arg(2, "start"), call.arg(3, "length")
-    shape = call.shapes()[0]
     if isinstance(start, Operand) or not isinstance(length, int):
-        return whole_dim(call, dim, drop=False, many=False)
+        shape = [*x.shape[:dim], int(length), *x.shape[dim + 1 :]]
+        return whole_dim(call, dim, drop=False, many=False, shapes=[shape])
+    shape = call.shapes()[0]
     start = start + x.shape[dim] if start < 0 else start
     index = (slice(None),) * dim + (slice(start, start + length),)
     items = parsed(x.shape, index)

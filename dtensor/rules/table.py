@@ -73,6 +73,8 @@ RULES: dict[str, Rule] = {}
 NUMBERLESS: set[str] = set()
 # Ops whose rule reads dtypes: a sum that rounds to whole numbers, a cast, is not linear.
 TYPED = set("copy _foreach_copy nansum sum to type type_as".split())
+# ... and those that pick: addends of booleans are none.
+TYPED |= set("gather getitem index_select take take_along_dim".split())
 # ... and those along a cut dim whose small results travel, for some dtypes.
 TYPED |= set(
     """
