@@ -1,4 +1,4 @@
-"""Checks for those who invent placements: do the laws hold?
+"""Checks for those who invent placements or write rules: do the laws hold?
 
 ``check_placement`` runs a placement on simulated ranks, over even, uneven and empty
 shards, several dtypes, and every way from and to the built-in placements.
@@ -18,8 +18,11 @@ from dtensor.errors import ShardingError
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.mesh.world import get_rank, get_world_size
 from dtensor.placement import Partial, Placement, Replicate, Shard, placements_of
+from dtensor.rule_check import RuleBroken, check_rule
 from dtensor.spec import check_custom, spec_of
 from dtensor.tensor import DTensor, distribute_tensor, local_of
+
+__all__ = ["LawBroken", "RuleBroken", "check_placement", "check_rule"]
 
 F64 = torch.float64
 SHAPES = ((8, 4), (5, 3), (1, 2), (0, 3), (3, 7, 2))

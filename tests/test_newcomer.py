@@ -12,6 +12,7 @@ from torch import nn
 
 from dtensor import (
     DTensor,
+    Partial,
     Placement,
     Replicate,
     Shard,
@@ -124,12 +125,15 @@ def test_a_module_that_was_not_laid_out() -> None:
     simulate(program, ranks=2)
 
 
-def test_writing_a_row_of_a_cut_tensor_names_what_works() -> None:
+def test_writing_a_row_of_a_cut_tensor_works_and_addends_name_the_mend() -> None:
     def program() -> None:
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)])
-        with pytest.raises(ShardingError, match=r"Use torch\.where"):
-            x[0] = 5
+        x[0] = 5
+        assert float(x.sum()) == 3 * 5 + 4 * 3
+        p = distribute_tensor(torch.ones(5, 3), mesh, [Partial()])
+        with pytest.raises(ShardingError, match=r"x = x\.redistribute"):
+            p.clamp_(0, 1)
 
     simulate(program, ranks=2)
 

@@ -20,7 +20,10 @@ from dtensor import (
     register_rule,
     simulate,
 )
+from dtensor.calls import Call
+from dtensor.notation import Notation
 from dtensor.rules.table import RULES
+from dtensor.testing import RuleBroken, check_rule
 
 LIBRARY: Any = torch.library.Library("dtensor_test", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("project(Tensor x, Tensor w) -> Tensor")
@@ -128,3 +131,42 @@ def test_a_rule_that_does_not_fit_says_so() -> None:
 def test_a_rule_without_an_arrow() -> None:
     with pytest.raises(ValueError, match="no '->'"):
         register_rule("dtensor_test::bend", "md")
+
+
+def test_an_unknown_op_is_an_error() -> None:
+    with pytest.raises(
+        ValueError, match=r"no op of this name, got 'matmull'.*'matmul'"
+    ):
+        register_rule("matmull", "mk,kn->mn")
+    with pytest.raises(ValueError, match="got 'dtensor_test::no_such'"):
+        register_rule("dtensor_test::no_such", "m->m")
+
+
+def test_check_rule_passes_right_rules() -> None:
+    samples = [(eighths(2, 5, 6), eighths(6, 3)), (eighths(1, 4, 2), eighths(2, 2))]
+    found = check_rule(OPS.project, samples)
+    assert found["rows"] == 2 * 2 * 5 * 4
+    assert found["without communication"] >= 32
+    counts = check_rule(torch.addmm, [(eighths(4), eighths(5, 3), eighths(3, 4))])
+    assert counts["rows"] == 2 * min(64, 3 * 4 * 4)
+
+
+def test_check_rule_names_what_is_wrong() -> None:
+    x = eighths(5, 3)
+    register_rule("dtensor_test::add", "md,md->md")  # but the sum is over all of y
+    with pytest.raises(RuleBroken, match=r"result 0 placed .* differs.*placed \['R', 'S\(0"):
+        check_rule(OPS.add, [(x, x)])
+    register_rule("dtensor_test::bend", "md->md", linear=True)  # it is not
+    with pytest.raises(RuleBroken, match=r"placed \['P'\]"):
+        check_rule(OPS.bend, [(x,)])
+    with pytest.raises(ValueError, match="nothing to try"):
+        check_rule(OPS.bend, [])
+
+
+def test_the_function_form_and_the_decorator() -> None:
+    @register_rule("dtensor_test::add")
+    def rows_free(call: Call) -> Notation:
+        return Notation([("m", "d"), ("n", "e")], [("m", "d")], whole={"n", "e"})
+
+    assert check_rule(OPS.add, [(eighths(5, 3), eighths(2, 2))])["rows"] == 32
+    assert RULES["dtensor_test::add"] is rows_free

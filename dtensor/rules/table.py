@@ -9,6 +9,10 @@ right answer: their operands are gathered, with a warning.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from typing import Any
+
+import torch
 
 from dtensor.calls import Call, Rule, name_of
 from dtensor.errors import ShardingError
@@ -112,26 +116,60 @@ def by_notation(text: str, linear: bool = False) -> Rule:
     return rule
 
 
-def register_rule(name: str, rule: str | Rule, *, linear: bool = False) -> None:
+def register_rule(
+    name: str, rule: str | Rule | None = None, *, linear: bool = False
+) -> Any:
     """Give an op a sharding rule.
 
     Args:
         name: The op's name: ``"namespace::name"`` for one of ``torch.ops``, its bare
             name for one of torch's own.
         rule: Index notation such as ``"bsd,fd->bsf + f"``, or a function from ``Call``
-            to ``Notation`` or ``Layout``. Letters that no result has are summed over.
+            to ``Notation`` or ``Layout``; left away, this is a decorator of such a
+            function. Letters that no result has are summed over.
         linear: Whether the op is linear in each operand before ``+`` (a product of
             matrices is, ``exp`` is not). Then Partial operands stay Partial.
 
+    Raises:
+        ValueError: There is no such op, or the notation makes no sense.
+
     Example:
+        >>> @torch.library.custom_op("mylib::scale_rows", mutates_args=())
+        ... def scale_rows(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        ...     return x * by[:, None]
         >>> register_rule("mylib::scale_rows", "md,m->md", linear=True)
     """
     name = name.removeprefix("aten::")
+    if rule is None:
+
+        def decorate(function: Rule) -> Rule:
+            register_rule(name, function)
+            return function
+
+        return decorate
+    if not exists(name):
+        near = difflib.get_close_matches(name, RULES, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"register_rule: torch has no op of this name, got {name!r}, expected "
+            "'namespace::name' of an op of torch.ops, defined before, or the bare name "
+            f"of one of torch's own.{hint}"
+        )
     RULES[name] = by_notation(rule, linear) if isinstance(rule, str) else rule
     # What was found for the op before no longer holds.
-    for func in [f for f in HANDLERS if "::" in name and name_of(f) == name]:
+    for func in [f for f in HANDLERS if name_of(f).strip("_") == name.strip("_")]:
         del HANDLERS[func]
     current_world().memo.get("plans", {}).clear()
+    return None
+
+
+def exists(name: str) -> bool:
+    """Whether torch has an op of this name."""
+    if "::" in name:
+        space, _, bare = name.partition("::")
+        return hasattr(getattr(torch.ops, space), bare)
+    places: tuple[Any, ...] = (torch, torch.Tensor, torch._C._nn, torch.ops.aten)
+    return any(hasattr(p, n) for p in places for n in (name, f"{name}_", f"__{name}__"))
 
 
 def _fill(names: str, rule: Rule | str, numberless: bool = False) -> None:
