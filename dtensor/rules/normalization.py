@@ -76,7 +76,7 @@ def normalized(call: Call) -> Notation:
     root_mean_square = call.name == "rms_norm"
 
     def run(specs: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
-        part = Partition(specs[0], [d for d in letters if d in tail])
+        part = Partition(specs[0], range(x.ndim - len(shape), x.ndim))
 
         def together(func: Any, args: Any, kwargs: Any) -> Any:
             if not part.axes:
@@ -111,14 +111,11 @@ def group_norm(call: Call) -> Notation:
     if not cut_anywhere(call, ins, set(letters[1:])) or x.shape.numel() == 0:
         return Notation(ins, [letters], whole=set(letters[1:]), shapes=shapes)
     mesh = x.spec.mesh.shape
-    parts = math.prod(
-        mesh[a]
-        for a in range(len(mesh))
-        if any(
-            isinstance(o.placements[a], Shard) and sub[o.placements[a].dim] == 1  # type: ignore[attr-defined]
-            for o, sub in zip(call.operands, ins, strict=True)
-        )
-    )
+    parts = 1
+    for axis, n in enumerate(mesh):
+        here = [o.placements[axis] for o in call.operands]
+        if here[0].is_shard(1) or any(p.is_shard() for p in here[1:]):
+            parts *= n
     whole = set() if groups % parts == 0 else {1}
 
     def run(specs: list[Spec], outs: list[Spec]) -> Callable[..., Any]:

@@ -41,8 +41,8 @@ def find_norm(order: float) -> Find:
             local = x.abs().sum(part.dims, keepdim=True) + none
         if order == 0:
             return part.fold(local, "sum")
-        each = part.stacked(local)
-        return torch.linalg.vector_norm(each, order, 0)
+        together: T = torch.linalg.vector_norm(part.stacked(local), order, 0)
+        return together
 
     return find
 

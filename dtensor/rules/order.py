@@ -51,7 +51,7 @@ def topk(call: Call) -> Notation | Layout:
             order = values.detach().sort(dim=dim, descending=largest, stable=True)[1]
             order = order.narrow(dim, 0, k)
             found = values.gather(dim, order), at.gather(dim, order)
-            return torch.return_types.topk(found)  # type: ignore[attr-defined]
+            return torch.return_types.topk(found)
 
         return together
 
@@ -143,7 +143,7 @@ def histc(call: Call) -> Notation:
     whole = set() if exact and x.shape.numel() else set(letters)
 
     def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
-        part = Partition(ins[0], letters)
+        part = Partition(ins[0], range(x.ndim))
 
         def together(func: Any, args: Any, kwargs: Any) -> Any:
             if not part.axes:

@@ -2,6 +2,10 @@
 
 Each rank scans its shard; the last slices of the shards before it, which travel in one
 all-gather, are put in front. Bytes sent per rank: one slice for every other rank.
+
+``logcumsumexp`` is not here, its dim is made whole: torch's derivative adds logarithms
+of cotangents and loses digits where values are large; which ones depends on all of the
+cotangents along the dim, so that shards would not find the same.
 """
 
 from __future__ import annotations
@@ -82,7 +86,7 @@ def last(x: T, dim: int) -> T:
 
 def scan_sum(part: Partition, func: Any, x: T, dim: int, named: dict[str, Any]) -> T:
     """``cumsum``."""
-    local = func(x, dim, **named)
+    local: T = func(x, dim, **named)
     each = part.stacked(last(local, dim))
     return local + each[: part.index].sum(0, dtype=local.dtype)
 
@@ -91,31 +95,10 @@ def scan_product(
     part: Partition, func: Any, x: T, dim: int, named: dict[str, Any]
 ) -> T:
     """``cumprod``; zeros are right since each product is one of torch's own."""
-    local = func(x, dim, **named)
+    local: T = func(x, dim, **named)
     total = torch.prod(x, dim, keepdim=True, dtype=local.dtype)
     each = part.stacked(total)
     return local * torch.prod(each[: part.index], 0, dtype=local.dtype)
-
-
-def scan_exponentials(
-    part: Partition, func: Any, x: T, dim: int, named: dict[str, Any]
-) -> T:
-    """``logcumsumexp``; nothing in front is minus infinity, which has no gradient.
-
-    For a gradient the dim is made whole: torch's works with logarithms of cotangents and
-    loses digits where values are large; which ones depends on the whole dim.
-    """
-    if x.requires_grad and torch.is_grad_enabled():
-        whole = part.joined(x, dim, [p.size for p in part.pieces])
-        return func(whole, dim).narrow(dim, part.mine.offsets[0], part.mine.size)
-    local = func(x, dim)
-    each = part.stacked(last(local, dim))
-    before = each[part.before()]
-    if before.shape[0] == 0:
-        return local
-    nothing = (before == -torch.inf).all(0)
-    front = before.masked_fill(nothing, 0).logsumexp(0)
-    return torch.where(nothing, local, torch.logaddexp(local, front))
 
 
 def scan_extrema(largest: bool) -> Scan:
@@ -146,13 +129,7 @@ def scan_extrema(largest: bool) -> Scan:
     return scan
 
 
-def no_half(dtype: torch.dtype) -> bool:
-    """Dtypes of ``logcumsumexp``."""
-    return dtype.is_floating_point
-
-
 cumsum = scanning(scan_sum, anything, along_dim(1, linear=True))
 cumprod = scanning(scan_product, anything, along_dim(1))
-logcumsumexp = scanning(scan_exponentials, no_half, along_dim(1))
 cummax = scanning(scan_extrema(True), ordered, along_dim(1, outs=2), outs=2)
 cummin = scanning(scan_extrema(False), ordered, along_dim(1, outs=2), outs=2)
