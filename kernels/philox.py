@@ -67,6 +67,11 @@ class Region:
         """Number of elements."""
         return math.prod(self.sizes)
 
+    @property
+    def keeps_pairs(self) -> bool:
+        """Whether elements 2k and 2k + 1 are always both there, one after the other."""
+        return not any(n % 2 for n in (self.base, self.sizes[-1], *self.strides[:-1]))
+
     def span(self, level: int) -> int:
         """Global indices from the first to the last element within ``level``."""
         pairs = zip(self.sizes[level:], self.strides[level:], strict=True)

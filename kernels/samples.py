@@ -246,9 +246,10 @@ def fill(
     k = KINDS[kind]
     flat = out.view(-1)
     width = np.uint32 if k.lanes == 8 else np.uint64
+    after = k.paired and not where.keeps_pairs
     for piece in pieces(key, where, k.lanes):
         lanes = piece.words.view(width)
-        made = piece.cut(k.make(lanes)) if k.paired else k.make(piece.cut(lanes))
+        made = piece.cut(k.make(lanes)) if after else k.make(piece.cut(lanes))
         part = torch.from_numpy(made)
         if then is not None:
             part = then(part)

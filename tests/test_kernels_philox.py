@@ -137,6 +137,25 @@ def test_a_region_has_no_more_levels_than_it_must() -> None:
     assert region((3, 4), (3, 0), (0, 4)).numel == 0
 
 
+def test_pairs_of_normals_are_cut_before_they_are_made_where_they_can_be() -> None:
+    assert region((6, 8), (0, 2), (6, 4)).keeps_pairs
+    for block in (
+        ((6, 8), (0, 1), (6, 4)),
+        ((6, 9), (0, 2), (6, 4)),
+        ((9,), (2,), (3,)),
+    ):
+        where = region(*block)
+        assert not where.keeps_pairs
+    rng = random.Random(0)
+    for _ in range(40):
+        shape = tuple(2 * rng.randint(1, 20) for _ in range(3))
+        offsets = tuple(2 * rng.randint(0, n // 2) for n in shape)
+        sizes = tuple(n - o for n, o in zip(shape, offsets, strict=True))
+        whole = made("normal32", line(math.prod(shape))).reshape(shape)
+        where = region(shape, offsets, sizes)
+        assert torch.equal(made("normal32", where), cut(whole, offsets, sizes))
+
+
 def test_short_runs_far_apart_are_not_made_with_all_between() -> None:
     where = region((5000, 1 << 16), (0, 7), (5000, 8))
     assert philox._cheapest(where, 8) == "arrays"
