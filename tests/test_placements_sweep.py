@@ -276,7 +276,8 @@ def run(mesh_shape: Shape, shape: Shape, pairs: Pairs) -> tuple[int, int]:
 def test_pairs(
     mesh_shape: Shape, shape: Shape, stride: int, record_property: Note
 ) -> None:
-    pairs = pairs_of(len(mesh_shape), len(shape), stride)
+    swept = 5 if len(mesh_shape) > 1 and 0 in shape else 1
+    pairs = pairs_of(len(mesh_shape), len(shape), stride, swept=swept)
     count, linear = run(mesh_shape, shape, pairs)
     assert count == len(pairs)
     record_property("pairs", (str(mesh_shape), count, linear))
@@ -382,8 +383,7 @@ def test_dtypes(dtype: torch.dtype, record_property: Note) -> None:
         ops = OPS + BITS
         if len(shape) == 2 and len(mesh_shape) == 2:
             ops = ("sum", "max", *BITS) if dtype is torch.int64 else ("min", *BITS)
-        every = len(mesh_shape) == 1 or dtype in (torch.int64, torch.bool)
-        swept = 1 if every else 13
+        swept = 13 if shape == (3,) else 1
         pairs = pairs_of(len(mesh_shape), len(shape), stride, ops, swept)
         counts = simulate(
             check_dtypes,
