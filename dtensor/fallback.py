@@ -76,12 +76,12 @@ def fallback(name: str, inplace: bool) -> Handler:
                 for p, t in moves
                 if p == o.path
             )
-            whole = [
+            goals = [
                 (i, o.spec.replicated().placements)
                 for i, o in enumerate(operands)
                 if o.spec is not o.spec.replicated()
             ]
-            judge(name, text, size, mend(whole), True)
+            judge(name, text, size, mend(goals), True)
             plan = Plan(tuple(moves), None, None, None, True, False, inplace, text)
             args, kwargs = moved(plan, args, kwargs)
         elif inplace:
