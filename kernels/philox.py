@@ -42,10 +42,11 @@ MASK = 2**64 - 1
 # Elements made at once: their words, lanes and values stay in the second-level cache.
 CHUNK = 1 << 15
 # Costs in the time of one block made in bulk: of a piece and its transformations, of a
-# seek, and of a block by array operations.
+# seek, of a block by array operations, and of all those operations on next to nothing.
 PIECE = 800
 SEEK = 250
 BLOCK_BY_ARRAYS = 8
+ARRAYS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +250,7 @@ def _cheapest(where: Region, lanes: int) -> int | str:
         blocks = runs[deepest] * _blocks(where.sizes[-1], lanes)
         pieces = -(-blocks * lanes // CHUNK)
         costs["seek"] = runs[deepest] * SEEK + blocks + PIECE * pieces
-        costs["arrays"] = BLOCK_BY_ARRAYS * blocks + PIECE * pieces
+        costs["arrays"] = BLOCK_BY_ARRAYS * blocks + (PIECE + ARRAYS) * pieces
     return min(costs, key=lambda k: costs[k])
 
 

@@ -124,6 +124,7 @@ def test_a_block_is_the_same_however_it_is_made(
         monkeypatch.setattr(philox, "SEEK", rng.choice([0, 1, 250]))
         monkeypatch.setattr(philox, "PIECE", rng.choice([0, 800]))
         monkeypatch.setattr(philox, "BLOCK_BY_ARRAYS", rng.choice([0.01, 8]))
+        monkeypatch.setattr(philox, "ARRAYS", rng.choice([0, 10_000]))
         where = region(shape, offsets, sizes)
         seen.add(type(philox._cheapest(where, 8)))
         assert torch.equal(made(kind, where), cut(whole, offsets, sizes)), where
@@ -163,6 +164,7 @@ def test_short_runs_far_apart_are_not_made_with_all_between() -> None:
     assert philox._cheapest(where, 8) == "seek"
     where = region((1 << 14, 64), (0, 16), (1 << 14, 16))
     assert philox._cheapest(where, 8) == 0
+    assert philox._cheapest(line(40), 8) == 0
 
 
 # ---- values ---------------------------------------------------------------------------
