@@ -245,3 +245,14 @@ def test_nested_axes_and_empty_shards_write_back() -> None:
             v.add_(1)
             t[0].mul_(3)
         same(x, want)
+
+
+@ranks(3)
+def test_results_of_a_split_are_written_by_themselves() -> None:
+    """Some ranks join a result of two parts, others have it in one buffer with another."""
+    x, want = lay(gen(10, 2), Shard(0), mesh=line(3)), gen(10, 2)
+    for t in (x, want):
+        a, b = t.chunk(2)
+        b.mul_(a)
+        a.add_(b)
+    same(x, want)

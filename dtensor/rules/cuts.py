@@ -60,8 +60,8 @@ def narrow(call: Call) -> Notation:
     dim = dims_of(call.arg(1, "dim", 0), x.ndim)[0]
     start, length = call.arg(2, "start"), call.arg(3, "length")
     if isinstance(start, Operand) or not isinstance(length, int):
-        shape = [*x.shape[:dim], int(length), *x.shape[dim + 1 :]]
-        return whole_dim(call, dim, drop=False, many=False, shapes=[shape])
+        cut = [*x.shape[:dim], int(length), *x.shape[dim + 1 :]]
+        return whole_dim(call, dim, drop=False, many=False, shapes=[cut])
     shape = call.shapes()[0]
     start = start + x.shape[dim] if start < 0 else start
     index = (slice(None),) * dim + (slice(start, start + length),)
