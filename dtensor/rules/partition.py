@@ -328,7 +328,7 @@ def empty_shards(rule: Rule) -> Rule:
                 given = [plain(t) for _, t in tensors_in(args, kwargs)]
                 made = []
                 for i, spec in enumerate(outs):
-                    out = torch.zeros(spec.local_shape, dtype=dtypes[i])
+                    out = given[0].new_zeros(spec.local_shape, dtype=dtypes[i])
                     for t, tied in zip(given, ties(call, given), strict=True):
                         if i in tied:
                             none = t.reshape(-1)[:0].sum()
