@@ -17,7 +17,8 @@ from dtensor.custom_placement import lies_along
 from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.redistribute import plain
-from dtensor.rules.indexing import average, cut_axes, parsed, read_by
+from dtensor.rules.entries import parsed
+from dtensor.rules.indexing import average, cut_axes, read_by
 from dtensor.rules.pointwise import built_in
 from dtensor.rules.reductions import dims_of
 from dtensor.spec import Spec

@@ -19,16 +19,13 @@ from dtensor.custom_placement import CustomPlacement
 from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Partial, Placement, Replicate, Shard, axes_of, normal
 from dtensor.redistribute import plain
+from dtensor.rules.entries import Item, indexed_letters, parsed, picked_dims
 from dtensor.rules.indexing import (
-    Item,
     average,
     checked,
     cut_axes,
     entries_of,
-    indexed_letters,
-    parsed,
     passed,
-    picked_dims,
     tensor_of,
 )
 from dtensor.spec import Spec
