@@ -1,8 +1,8 @@
 """New DTensors: ``zeros``, ``ones``, ``empty``, ``full``, ``arange``, and random ones.
 
 Each rank makes its own shard. The global value is the same for every mesh and every
-placement. The random ones may communicate (eight bytes, to agree on a key; nothing after
-``dtensor.manual_seed``).
+placement. The random ones may communicate (eight bytes, to agree on a key; nothing
+after ``dtensor.manual_seed``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dtensor.boundary import check_dtype
+from dtensor.mesh.ambient import mesh_or_ambient
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.moves import lay_addends
 from dtensor.placement import PlacementsLike, Replicate, placements_of
@@ -21,7 +22,7 @@ from dtensor.rules import distributions
 from dtensor.rules.distributions import Draw, part
 from dtensor.rules.randomness import key_of
 from dtensor.spec import Spec, spec_of
-from dtensor.tensor import DTensor, mesh_or_ambient, typed
+from dtensor.tensor import DTensor, typed
 
 Make = Callable[..., torch.Tensor]
 
@@ -206,8 +207,8 @@ def rand(
 ) -> DTensor:
     """Uniform numbers in [0, 1), one global sample; arguments as in ``zeros``.
 
-    Every rank of the mesh must call. Each makes its own part, of the seed, the number of
-    the call and the global index of each element.
+    Every rank of the mesh must call. Each makes its own part, of the seed, the number
+    of the call and the global index of each element.
     """
     dtype = _floating(torch.rand, dtype)
     draw = distributions.uniform

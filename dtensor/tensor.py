@@ -9,7 +9,6 @@ shard. Operations go to ``registry.HANDLERS``.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,8 @@ from torch._C import DisableTorchFunctionSubclass as NoTF
 from dtensor import boundary
 from dtensor.absent import absent
 from dtensor.errors import ShardingError
-from dtensor.mesh.ambient import current_mesh
+from dtensor.mesh.ambient import mesh_or_ambient
 from dtensor.mesh.device_mesh import DeviceMesh
-from dtensor.mesh.world import current_world
 from dtensor.placement import (
     Partial,
     Placements,
@@ -408,27 +406,6 @@ def redistributed(x: DTensor, spec: Spec) -> DTensor:
     if type(out) is not torch.Tensor or out is x:
         out = alias(out)
     return typed(out, spec)
-
-
-def mesh_or_ambient(what: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """The given mesh, or the one of ``with mesh:``."""
-    if mesh is None:
-        mesh = current_mesh()
-    if mesh is None:
-        text = (
-            f"{what}: No active device mesh. Give one ({what}(..., device_mesh=mesh)) "
-            "or call inside `with mesh:`."
-        )
-        thread = threading.current_thread()
-        if thread is not threading.main_thread() and current_world().kind != "threads":
-            text += (
-                " A new thread starts without the ambient mesh of its creator; hand it "
-                "on with Thread(target=contextvars.copy_context().run, args=(fn,))."
-            )
-        raise ValueError(text)
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"{what}: expected a DeviceMesh, got {mesh!r}.")
-    return mesh
 
 
 def distribute_tensor(

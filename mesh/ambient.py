@@ -8,9 +8,12 @@ elsewhere. No token is kept on the mesh: one mesh object may be entered many tim
 
 from __future__ import annotations
 
+import threading
 from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
+
+from dtensor.mesh.world import current_world
 
 if TYPE_CHECKING:
     from dtensor.mesh.device_mesh import DeviceMesh
@@ -97,3 +100,26 @@ class use_mesh:
         trace: TracebackType | None,
     ) -> None:
         pop(self._mesh)
+
+
+def mesh_or_ambient(what: str, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The given mesh, or the one of ``with mesh:``."""
+    from dtensor.mesh.device_mesh import DeviceMesh
+
+    if mesh is None:
+        mesh = current_mesh()
+    if mesh is None:
+        text = (
+            f"{what}: No active device mesh. Give one ({what}(..., device_mesh=mesh)) "
+            "or call inside `with mesh:`."
+        )
+        thread = threading.current_thread()
+        if thread is not threading.main_thread() and current_world().kind != "threads":
+            text += (
+                " A new thread starts without the ambient mesh of its creator; hand it "
+                "on with Thread(target=contextvars.copy_context().run, args=(fn,))."
+            )
+        raise ValueError(text)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{what}: expected a DeviceMesh, got {mesh!r}.")
+    return mesh

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtensor.mesh.ambient import mesh_or_ambient
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Replicate, show
 from dtensor.styles.crossing import CROSSING
 from dtensor.styles.held import Held, check_weights, held_in, laid_out, lazy_names
 from dtensor.styles.loading import watch_loading
-from dtensor.tensor import DTensor, mesh_or_ambient
+from dtensor.tensor import DTensor
 
 WHAT, DISTRIBUTED = "distribute_module", "_dtensor_distributed"
 

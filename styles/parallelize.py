@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from dtensor.mesh.ambient import mesh_or_ambient
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.styles.crossing import CROSSING
 from dtensor.styles.draft import Draft
 from dtensor.styles.held import held_in
 from dtensor.styles.plan import Plan, bound, flatten_plan, is_plan, match_plan
-from dtensor.tensor import mesh_or_ambient
 
 
 def parallelize_module(
