@@ -201,7 +201,7 @@ def _set(what: str, count: Count | None, mesh: DeviceMesh | None) -> None:
     _put(world, kept if count is None else kept | {ranks: count})
 
 
-# ---- torch's saved states carry the counts --------------------------------------------
+# ---- torch's saved states carry the counts -------------------------------------------
 def _install() -> None:
     get, put = torch.random.get_rng_state, torch.random.set_rng_state
     if getattr(get, "_by_dtensor", False):
@@ -217,7 +217,7 @@ def _install() -> None:
         state = get()
         world = world_or_none()
         if world is not None and "random counts" in world.memo:
-            state._dtensor_counts = (world, _counts(world))  # type: ignore[attr-defined]
+            state.__dict__["_dtensor_counts"] = (world, _counts(world))
         return state
 
     def set_with_counts(new_state: torch.Tensor) -> None:

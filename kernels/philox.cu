@@ -5,8 +5,8 @@
 // functions are never fused), in the order of samples.py, so the values are the CPU's,
 // bit by bit.
 //
-// All kernels take the same arguments. The elements lie along four levels, the outermost
-// first; element (i0, i1, i2, i3) has the global index
+// All kernels take the same arguments. The elements lie along four levels, the
+// outermost first; element (i0, i1, i2, i3) has the global index
 // base + i0 s0 + i1 s1 + i2 s2 + i3.
 
 typedef unsigned long long u64;

@@ -79,7 +79,7 @@ class Region:
         return 1 + sum((n - 1) * s for n, s in pairs)
 
     def starts(self, level: int) -> npt.NDArray[np.int64]:
-        """First global index of each of the parts that the levels from ``level`` make."""
+        """First global index of each part that the levels from ``level`` on make."""
         found = np.array([self.base], np.int64)
         for n, s in zip(self.sizes[:level], self.strides[:level], strict=True):
             found = (found[:, None] + np.arange(n, dtype=np.int64) * s).reshape(-1)

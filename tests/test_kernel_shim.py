@@ -1,4 +1,4 @@
-"""The shim that runs CUDA kernels on the CPU: it is right, and it finds planted bugs."""
+"""The shim that runs CUDA kernels on the CPU is right, and finds planted bugs."""
 
 from __future__ import annotations
 

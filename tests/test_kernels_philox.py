@@ -1,12 +1,16 @@
-"""The counter-based generator: known answers, addressing, values, and the CUDA kernels."""
+"""The counter-based generator: known answers, addressing, values, CUDA kernels."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import shutil
 import subprocess
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +34,8 @@ def line(n: int, start: int = 0) -> Region:
     return Region(start, (n,), (1,))
 
 
-# ---- the generator --------------------------------------------------------------------
-# Counter, key and answer, from the known answers that Random123 ships for philox4x64-10.
+# ---- the generator -------------------------------------------------------------------
+# Counter, key and answer: what Random123 ships for philox4x64-10.
 FULL = 2**64 - 1
 ANSWERS = [
     (
@@ -89,7 +93,7 @@ def test_an_element_owns_the_bits_of_its_index() -> None:
     assert np.array_equal(made("word64", line(8)).numpy().view(np.uint64), words)
 
 
-# ---- regions --------------------------------------------------------------------------
+# ---- regions -------------------------------------------------------------------------
 def block_of(rng: random.Random) -> tuple[tuple[int, ...], ...]:
     shape, offsets, sizes = [], [], []
     for _ in range(rng.randint(0, 5)):
@@ -167,7 +171,7 @@ def test_short_runs_far_apart_are_not_made_with_all_between() -> None:
     assert philox._cheapest(line(40), 8) == 0
 
 
-# ---- values ---------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------
 @pytest.mark.parametrize("digits, kind", [(8, "uniform8"), (11, "uniform11")])
 def test_few_digits_are_the_first_of_many(digits: int, kind: str) -> None:
     many = made("uniform24", line(N))
@@ -263,7 +267,7 @@ def test_a_transformation_gets_the_values_piece_by_piece() -> None:
     assert len(sizes) > 1 and sum(sizes) == N
 
 
-# ---- the CUDA kernels, on the CPU -----------------------------------------------------
+# ---- the CUDA kernels, on the CPU ----------------------------------------------------
 BLOCKS = [
     ((1000,), (0,), (1000,)),
     ((7, 9, 5), (2, 0, 1), (3, 9, 3)),
@@ -339,6 +343,33 @@ def test_nvrtc_compiles_the_kernels(architecture: str) -> None:
         assert nvrtc.getCUBIN(program)[:4] == b"\x7fELF"
     finally:
         nvrtc.destroyProgram(program)
+
+
+def test_a_launch_gives_cupy_what_the_kernels_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = build(load.SOURCE)
+
+    class RawModule:
+        def get_function(self, name: str) -> Any:
+            def call(grid: Any, block: Any, args: Any) -> None:
+                assert args[0] == np.uintp(out.data_ptr())
+                assert all(type(a) is np.uint64 for a in args[1:])
+                getattr(kernels, name)(grid, block, out, *map(int, args[1:]))
+
+            return call
+
+    def nothing(*_: Any) -> Any:
+        return contextlib.nullcontext()
+
+    cuda = types.SimpleNamespace(Device=nothing, ExternalStream=nothing)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    stream = types.SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    where = region((40, 60), (5, 7), (30, 50))
+    out = torch.zeros(where.numel)
+    load._launch(RawModule(), "normal32", out, load.arguments(KEY, where))
+    assert torch.equal(out, made("normal32", where))
 
 
 @pytest.mark.gpu

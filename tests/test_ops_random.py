@@ -160,7 +160,7 @@ def test_samples_differ_from_call_to_call_and_follow_the_seed() -> None:
     assert torch.equal(one, again)
 
 
-# ---- factories and fills, over meshes and layouts -------------------------------------
+# ---- factories and fills, over meshes and layouts ------------------------------------
 MESHES = [
     init_device_mesh("cpu", (1,)),
     init_device_mesh("cpu", (2,)),
@@ -259,7 +259,7 @@ def test_custom_placements_hold_the_same_sample() -> None:
         assert torch.equal(whole, ragged)
 
 
-# ---- what is drawn --------------------------------------------------------------------
+# ---- what is drawn -------------------------------------------------------------------
 def one(draw: distributions.Draw, n: int, dtype: torch.dtype) -> T:
     """A sample of n elements, in one process."""
     mesh = init_device_mesh("cpu", (1,))
@@ -342,7 +342,7 @@ def test_features_are_dropped_as_a_whole() -> None:
     assert 40 < y.amax((2, 3)).count_nonzero() < 120
 
 
-# ---- what it takes --------------------------------------------------------------------
+# ---- what it takes -------------------------------------------------------------------
 def test_shards_are_independent_and_uniform() -> None:
     def program() -> T:
         torch.manual_seed(1)

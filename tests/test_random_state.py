@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,6 +249,14 @@ def test_a_generator_of_ones_own_counts() -> None:
 
     found = alike(simulate(program))
     alike([found[:4], found[4:]])
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = Path(__file__).parent.parent / "docs" / "randomness.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    for block in blocks:
+        exec(compile(block, "randomness.md", "exec"), {})
+    assert len(blocks) == 1
 
 
 def test_random_parameters_of_a_layer_do_not_depend_on_the_mesh() -> None:

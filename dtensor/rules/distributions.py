@@ -1,7 +1,8 @@
-"""Distributions: how each is made of the counter's samples, and this rank's part of one.
+"""Distributions: how each is made of the counter's samples, and a rank's part of one.
 
-A ``Draw`` is a kind of sample (``kernels/samples.py``) and what is done with each value;
-both depend on the type of the elements and on the parameters alone, never on the layout.
+A ``Draw`` is a kind of sample (``kernels/samples.py``) and what is done with each
+value; both depend on the type of the elements and on the parameters alone, never on the
+layout.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def filling(name: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Draw:
     return any_integer(dtype, low) if high is None else integers(int(low), int(high))
 
 
-# ---- this rank's part -----------------------------------------------------------------
+# ---- this rank's part ----------------------------------------------------------------
 def cut_of(spec: Spec) -> Spec:
     """The layout of a sample in the layout of ``spec``: no addends."""
     places = tuple(Replicate() if p.is_partial() else p for p in spec.placements)

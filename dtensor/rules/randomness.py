@@ -53,7 +53,7 @@ def drawn(spec: Spec, draw: Draw, local: T, generator: Any = None) -> T:
     return part(spec, key_of(spec, generator), draw, dtype, local.device)
 
 
-# ---- samples --------------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------
 def random_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``normal_``, ``uniform_`` and all that fill their target at random."""
     x, rest = args[0], args[1:]
@@ -95,7 +95,7 @@ def random_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``rand_like``, ``randn_like``, ``randint_like``: a sample in the model's layout."""
+    """``rand_like``, ``randn_like``, ``randint_like``: in the layout of the model."""
     x = args[0] if args else kwargs["input"]
     rest = [int(a) if isinstance(a, T) else a for a in args[1:]]
     kwargs = {
@@ -170,7 +170,7 @@ def normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return noise * std + mean
 
 
-# ---- dropout and the like -------------------------------------------------------------
+# ---- dropout and the like ------------------------------------------------------------
 def _noise_spec(spec: Spec, features: bool) -> Spec:
     """Layout of the mask: of single elements, or of whole features (N, C, 1, ..)."""
     if not features:
@@ -331,7 +331,7 @@ def _attention(
     return torch.dropout(weights, dropout_p, True) @ value
 
 
-# ---- on whole operands ----------------------------------------------------------------
+# ---- on whole operands ---------------------------------------------------------------
 def gathered_random(
     handler: Handler, draws: Callable[[Any, Any], bool] | None = None
 ) -> Handler:
