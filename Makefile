@@ -4,7 +4,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: train test sweep-placements lint bench clean
+.PHONY: train test sweep sweep-placements fuzz lint bench clean
 
 train: $(READY)
 	$(BIN)/dtensor-run -n 4 examples/train_lm.py --mesh dp=2,tp=2
@@ -21,6 +21,14 @@ test: $(READY)
 sweep-placements: $(READY)
 	DTENSOR_SWEEP=1 $(BIN)/python -m pytest -n 2 -q tests/test_placements_sweep.py \
 		tests/test_placements_order.py tests/test_placements_plan.py
+
+# Every op of torch's own test database, in every layout; writes docs/ops.md.
+sweep: $(READY)
+	$(BIN)/python tests/run_op_sweep.py --write
+
+# Random programs on shards against plain torch; DTENSOR_FUZZ_SEED chooses others.
+fuzz: $(READY)
+	DTENSOR_FUZZ=10000 $(BIN)/python -m pytest -n 2 -q tests/test_fuzz.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
