@@ -40,6 +40,7 @@ from dtensor import serialization
 from dtensor.custom_function import dtensor_apply, plain_saved_tensors
 from dtensor.errors import ShardingError
 from dtensor.placement import Replicate
+from dtensor.policy import promote_plain
 from dtensor.redistribute import plain
 from dtensor.registry import HANDLERS, Handler, handles
 from dtensor.rules.resolve import whole_value
@@ -300,6 +301,19 @@ def fills_parameters(original: Any) -> Any:
     return wrapper
 
 
+def with_plain_constants(original: Any) -> Any:
+    """``torch.masked.var``: it mixes in a count of its own, alike on all ranks."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not holds_dtensor([*args, *kwargs.values()]):
+            return original(*args, **kwargs)
+        with promote_plain("replicate"):
+            return original(*args, **kwargs)
+
+    return wrapper
+
+
 # ---- the table ---------------------------------------------------------------------------------
 _EAGER = torch._functorch.eager_transforms
 _SCALED = "add sub addcmul addcdiv addmm addmv addr addbmm baddbmm"
@@ -341,6 +355,7 @@ WRAPPED: list[tuple[Any, str, Maker]] = [
     (torch.jit, "script", refuses("torch.jit.script", _JIT)),
     (torch.export, "export", refuses("torch.export.export", _JIT)),
     (torch, "compile", compiles),
+    (torch.masked._ops, "_std_var", with_plain_constants),
     (torch.nn.utils, "vector_to_parameters", fills_parameters),
     (torch.nn.utils.convert_parameters, "vector_to_parameters", fills_parameters),
 ]
