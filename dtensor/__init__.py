@@ -24,6 +24,8 @@ from dtensor.factories import (
 )
 from dtensor.leaves import no_grad_sync
 from dtensor.local_map import local_map
+from dtensor.loss_parallel import loss_parallel
+from dtensor.losses import cross_entropy
 from dtensor.mesh.ambient import current_mesh, use_mesh
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.mesh.world import get_rank, get_world_size
@@ -84,6 +86,7 @@ __all__ = [
     "arange",
     "calibrate",
     "count_collectives",
+    "cross_entropy",
     "current_mesh",
     "distribute_module",
     "distribute_tensor",
@@ -97,6 +100,7 @@ __all__ = [
     "init_device_mesh",
     "layout_of",
     "local_map",
+    "loss_parallel",
     "manual_seed",
     "no_grad_sync",
     "ones",

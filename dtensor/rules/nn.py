@@ -1,4 +1,4 @@
-"""Ops of neural networks: norms, embedding, attention, cross-entropy."""
+"""Ops of neural networks: embedding and attention."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from typing import Any
 import torch
 
 from dtensor.calls import Call, Operand
-from dtensor.collectives import functional
-from dtensor.errors import ShardingError
 from dtensor.notation import Letters, Notation
 from dtensor.redistribute import plain
-from dtensor.rules.losses import REDUCTIONS
 from dtensor.rules.pointwise import broadcast_letters, whole_ones
 from dtensor.spec import Spec
-
-OPTIONS = ("weight", "reduction", "ignore_index", "label_smoothing")
 
 
 def embedding(call: Call) -> Notation:
@@ -142,74 +137,3 @@ def shares_heads(q: Operand, k: Operand, v: Operand) -> bool:
         if any(o.placements[axis].is_shard(o.ndim - 3) for o in (q, k, v)):
             parts *= n
     return k.shape[-3] % parts == 0 and q.shape[-3] % parts == 0
-
-
-def cross_entropy(call: Call) -> Notation:
-    """``cross_entropy_loss``, ``nll_loss_nd``: batch free, classes whole, one mean.
-
-    A mean over a sharded batch divides by the whole batch's weight, found by a small
-    all-reduce, so that each shard's sum is an addend of the global mean.
-    """
-    x, target = call.operands[:2]
-    weight = call.arg(2, "weight")
-    reduction = REDUCTIONS[call.arg(3, "reduction", 1)]
-    ignore = call.arg(4, "ignore_index", -100)
-    letters: Letters = tuple(range(x.ndim)) if x.ndim > 1 else ("c",)
-    classes: Hashable = letters[1] if x.ndim > 1 else "c"
-    batch: Letters = tuple(d for d in letters if d != classes)
-    by_class = target.shape != x.shape
-    ins: list[Letters] = [letters, batch if by_class else letters]
-    if isinstance(weight, Operand):
-        ins.append((classes,))
-    if reduction == "none":
-        return Notation(ins, [batch], whole={classes})
-
-    def run(specs: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
-        spec = specs[0]
-        axes = [a for a, p in enumerate(spec.placements) if p.is_shard()]
-        if reduction == "sum" or not axes:
-            return lambda func, args, kwargs: func(*args, **kwargs)
-
-        def mean(func: Any, args: Any, kwargs: Any) -> Any:
-            given = dict(zip(OPTIONS, args[2:], strict=False)) | kwargs
-            given["reduction"] = REDUCTIONS.index("sum")
-            total = func(*args[:2], **given)
-            with torch.no_grad():
-                count = denominator(
-                    plain(args[0]), plain(args[1]), given.get("weight"), ignore
-                )
-                for axis in axes:
-                    count = functional.all_reduce(count, spec.comm(axis))
-            return total / count.to(total.dtype)
-
-        return mean
-
-    return Notation(
-        ins,
-        [()],
-        whole={classes},
-        contracted=set(batch),
-        run=run,
-    )
-
-
-def denominator(
-    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore: int
-) -> torch.Tensor:
-    """What the mean of these rows is divided by: their number or their weight."""
-    if target.shape == x.shape and target.is_floating_point():
-        classes = x.shape[1] if x.ndim > 1 else x.shape[0]
-        return torch.tensor(float(x.numel() // max(1, classes)), dtype=torch.float64)
-    used = target != ignore
-    if weight is None:
-        return used.sum()
-    return torch.where(used, plain(weight)[target.masked_fill(~used, 0)], 0).sum()
-
-
-def refuse(reason: str) -> Callable[[Call], Notation]:
-    """The rule of an op that DTensors do not do."""
-
-    def rule(call: Call) -> Notation:
-        raise ShardingError(f"{call.name}: {reason}")
-
-    return rule

@@ -18,6 +18,7 @@ from dtensor.redistribute import plain
 from dtensor.registry import HANDLERS, Handler
 from dtensor.rules import randomness
 from dtensor.rules.composed import COMPOSED, composed
+from dtensor.rules.cross_entropy import insisting
 from dtensor.rules.foreach import foreach_norm
 from dtensor.rules.pointwise import without_partial
 from dtensor.rules.table import (
@@ -162,6 +163,8 @@ def resolve(func: Any) -> Handler:
         return randomness.gathered_random(gathered)
     if base == "_foreach_norm":
         return in_order(foreach_norm(gathered))
+    if base in ("cross_entropy_loss", "nll_loss_nd") and op is not None:
+        return insisting(planned(op))
     if base == "scaled_dot_product_attention" and op is not None:
         return randomness.attention(planned(op))
     if name in RANDOM_RECURRENT.split():

@@ -39,6 +39,7 @@ from dtensor.rules import (
     writing,
 )
 from dtensor.rules.convolution import convolution, padded, spatial
+from dtensor.rules.cross_entropy import cross_entropy
 from dtensor.rules.foreach import foreach, fused_optimizer
 from dtensor.rules.moments import spread
 from dtensor.rules.norms import dist, norm
@@ -79,6 +80,8 @@ NUMBERLESS: set[str] = set()
 TYPED = set("copy _foreach_copy nansum sum to type type_as".split())
 # ... and those that pick: addends of booleans are none.
 TYPED |= set("gather getitem index_select take take_along_dim".split())
+# ... and those that refuse some.
+TYPED |= set("cross_entropy_loss nll_loss_nd".split())
 # ... and those along a cut dim whose small results travel, for some dtypes.
 TYPED |= set(
     """
@@ -407,7 +410,8 @@ _fill("batch_norm", normalization.batch_norm)
 _fill("instance_norm", normalization.instance_norm)
 _fill("embedding", nn.embedding)
 _fill("scaled_dot_product_attention", nn.attention)
-_fill("cross_entropy_loss nll_loss_nd", nn.cross_entropy)
+_fill("cross_entropy_loss", cross_entropy(logits=True))
+_fill("nll_loss_nd", cross_entropy(logits=False))
 _fill("mse_loss l1_loss smooth_l1_loss huber_loss", losses.elementwise_loss(2))
 _fill("kl_div soft_margin_loss", losses.elementwise_loss(2))
 _fill("binary_cross_entropy", losses.elementwise_loss(3))
