@@ -154,7 +154,7 @@ class Draft:
         plain, typed = False, set()
         for module in self.module.modules():
             for layout in self._layouts_of(module):
-                plain = plain or layout.plain
+                plain = plain or layout.plain or layout.around is not None
                 if layout.typed_inside:
                     typed.add(id(module))
                 for parameter in layout.parameters:

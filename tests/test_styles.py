@@ -726,3 +726,26 @@ def test_the_same_plan_on_several_meshes_and_its_text() -> None:
 
     for shape in ((1,), (2,), (2, 2)):
         run(program, shape)
+
+
+def test_data_parallel_alone_takes_plain_pieces_of_the_batch() -> None:
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Embedding(6, 3), nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)]
+        return nn.Sequential(*layers)
+
+    x = torch.arange(8) % 6
+    serial = network()
+    (serial(x) ** 2).sum().backward()
+
+    def program() -> list[torch.Tensor]:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        model = parallelize_module(network(), mesh, DataParallel())
+        y = model(x.chunk(4)[mesh.get_local_rank("dp")])
+        assert type(y) is torch.Tensor
+        (y**2).sum().backward()
+        return [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr, operator]
+
+    for found in simulate(program, ranks=4):
+        for got, p in zip(found, serial.parameters(), strict=True):
+            torch.testing.assert_close(got, p.grad)
