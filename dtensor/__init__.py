@@ -1,10 +1,12 @@
 """A distributed tensor runtime: DTensors over MPI and NCCL, with torch's own autograd."""
 
+import dtensor.grad_scaler
 import dtensor.hooks
 import dtensor.interop
 import dtensor.rules.resolve
 from dtensor import lifecycle
 from dtensor.block_cyclic import BlockCyclic
+from dtensor.clipping import clip_grad_norm_
 from dtensor.collectives.communicator import CollectiveError
 from dtensor.collectives.counter import count_collectives
 from dtensor.collectives.simulate import simulate
@@ -85,6 +87,7 @@ __all__ = [
     "ShardingError",
     "arange",
     "calibrate",
+    "clip_grad_norm_",
     "count_collectives",
     "cross_entropy",
     "current_mesh",

@@ -36,7 +36,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 from torch.utils._device import _device_constructors
 
-from dtensor import serialization
+from dtensor import clipping, optimizers, serialization
 from dtensor.custom_function import dtensor_apply, plain_saved_tensors
 from dtensor.errors import ShardingError
 from dtensor.placement import Replicate
@@ -358,6 +358,8 @@ WRAPPED: list[tuple[Any, str, Maker]] = [
     (torch.masked._ops, "_std_var", with_plain_constants),
     (torch.nn.utils, "vector_to_parameters", fills_parameters),
     (torch.nn.utils.convert_parameters, "vector_to_parameters", fills_parameters),
+    *clipping.WRAPPED,
+    *optimizers.WRAPPED,
 ]
 
 

@@ -22,7 +22,6 @@ from dtensor.errors import ShardingError
 from dtensor.leaves import watch_leaf
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placements, Replicate, Shard
-from dtensor.redistribute import plain, transition
 from dtensor.registry import Handler, handles
 from dtensor.rules.table import rule_of
 from dtensor.spec import Spec, spec_of
@@ -180,35 +179,6 @@ def loading(copy_: Handler) -> Handler:
         return copy_(func, args, kwargs)
 
     return handler
-
-
-# ---- mixed precision -----------------------------------------------------------------------
-@handles(torch._amp_foreach_non_finite_check_and_unscale_)
-def _unscale(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Unscale shards in place; ``found_inf`` is the largest over all ranks.
-
-    One all-reduce of a number per mesh axis; every rank of the mesh must call.
-    """
-    grads, found, inverse = args
-    found, inverse = plain(found), plain(inverse)
-    specs = dict.fromkeys(g._spec for g in grads if isinstance(g, DTensor))
-    for g in grads:
-        if isinstance(g, DTensor) and any(p.is_partial() for p in g.placements):
-            # A sum of finite addends may overflow: look at the sum as well.
-            whole = tuple(Replicate() if p.is_partial() else p for p in g.placements)
-            with NoTF(), torch.no_grad():
-                total = transition(g._spec, g._spec.replace(whole))(g)
-                func([total.detach().clone()], found, inverse)
-    with NoTF(), torch.no_grad():
-        func([plain(g) for g in grads], found, inverse)
-        done = set()
-        for spec in specs:
-            if spec.coordinate is None or spec.mesh in done:
-                continue
-            done.add(spec.mesh)
-            for axis in range(spec.mesh.ndim):
-                if spec.mesh.shape[axis] > 1:
-                    found.copy_(spec.comm(axis).all_reduce(found, "max"))
 
 
 def install() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
-from dtensor.calls import Call, NoRule, Operand, Path, operands_of
+from dtensor.calls import Call, NoRule, Operand, Path, operands_of, tensors_in
 from dtensor.notation import Layout
 from dtensor.placement import Placements, Replicate
 from dtensor.planning import settled
 from dtensor.redistribute import plain, transition
 from dtensor.registry import Handler
 from dtensor.spec import spec_of
-from dtensor.tensor import DTensor, typed
+from dtensor.tensor import DTensor, redistributed, typed
 
 T = torch.Tensor
 
@@ -71,6 +71,45 @@ def foreach(element: Callable[[Call], Any]) -> Callable[[Call], Layout | None]:
         return Layout(ins, outs, shapes, many=True)
 
     return rule
+
+
+def by_mesh(handler: Handler) -> Handler:
+    """A handler of lists whose elements lie on several meshes, or are plain.
+
+    Elements are independent of each other: those of one mesh go together.
+    """
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        lead = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+        meshes = [t._spec.mesh if isinstance(t, DTensor) else None for t in lead]
+        if len(set(meshes)) < 2:
+            return handler(func, args, kwargs)
+        count = len(meshes)
+        out: list[Any] = [None] * count
+        for mesh in dict.fromkeys(meshes):
+            at = [i for i, m in enumerate(meshes) if m is mesh]
+
+            def pick(x: Any, at: list[int] = at, mesh: Any = mesh) -> Any:
+                if isinstance(x, (list, tuple)):
+                    return [x[i] for i in at] if len(x) == count else x
+                if isinstance(x, DTensor) and x._spec.mesh is not mesh:
+                    return plain(redistributed(x, x._spec.replicated())).detach()
+                return x
+
+            some = tuple(pick(a) for a in args)
+            named = {k: pick(v) for k, v in kwargs.items()}
+            if any(isinstance(t, DTensor) for _, t in tensors_in(some, named)):
+                found = handler(func, some, named)
+            else:
+                with NoTF():
+                    found = func(*some, **named)
+            for i, o in zip(at, found or (), strict=False):
+                out[i] = o
+        if func.__name__.endswith("_"):
+            return None
+        return tuple(out) if isinstance(lead, tuple) else out
+
+    return run
 
 
 def fused_optimizer(call: Call) -> Layout | None:

@@ -19,7 +19,7 @@ from dtensor.registry import HANDLERS, Handler
 from dtensor.rules import randomness
 from dtensor.rules.composed import COMPOSED, composed
 from dtensor.rules.cross_entropy import insisting
-from dtensor.rules.foreach import foreach_norm
+from dtensor.rules.foreach import by_mesh, foreach_norm
 from dtensor.rules.pointwise import without_partial
 from dtensor.rules.table import (
     RANDOM_BODIES,
@@ -162,7 +162,9 @@ def resolve(func: Any) -> Handler:
     if name in RANDOM_OTHER.split():
         return randomness.gathered_random(gathered)
     if base == "_foreach_norm":
-        return in_order(foreach_norm(gathered))
+        return by_mesh(in_order(foreach_norm(gathered)))
+    if base.startswith(("_foreach_", "_fused_")) and op is not None:
+        return by_mesh(planned(op))
     if base in ("cross_entropy_loss", "nll_loss_nd") and op is not None:
         return insisting(planned(op))
     if base == "scaled_dot_product_attention" and op is not None:
