@@ -37,8 +37,10 @@ from dtensor.policy import RedistributionWarning, promote_plain, redistribution
 from dtensor.ragged import RaggedShard
 from dtensor.random import get_rng_state, manual_seed, set_rng_state
 from dtensor.rules.table import register_rule
+from dtensor.sections import Sections
 from dtensor.styles.data_parallel import DataParallel
 from dtensor.styles.distribute import distribute_module
+from dtensor.styles.heads import FusedColwise, FusedQKV
 from dtensor.styles.loading import full_state_dict
 from dtensor.styles.parallelize import layout_of, parallelize_module
 from dtensor.styles.prepare import (
@@ -68,6 +70,8 @@ __all__ = [
     "DTensor",
     "DataParallel",
     "DeviceMesh",
+    "FusedColwise",
+    "FusedQKV",
     "Layout",
     "ParallelStyle",
     "Partial",
@@ -82,6 +86,7 @@ __all__ = [
     "ReplicateParallel",
     "Rowwise",
     "RowwiseParallel",
+    "Sections",
     "SequenceParallel",
     "Shard",
     "ShardingError",

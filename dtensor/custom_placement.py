@@ -13,6 +13,7 @@ checks the laws.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from dtensor.collectives.communicator import Communicator
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Where a slice of a dealt-out dim lies on every rank, and how that is placed."""
+
+    placement: Placement
+    start: int
+    count: int
 
 
 class CustomPlacement(Placement):
@@ -70,6 +80,28 @@ class CustomPlacement(Placement):
     def assemble(self, shards: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         """The whole from all shards in rank order, by differentiable functions."""
         raise NotImplementedError
+
+    # ---- what ops keep, optional ------------------------------------------------------
+    def slice_of(self, start: int, count: int, parts: int) -> Run | None:
+        """What a slice along the dim is, where each rank has a run of it, or None.
+
+        Args:
+            start: First index of the slice.
+            count: Number of indices.
+            parts: Number of ranks.
+        """
+        return None
+
+    def viewed(self, old: Shape, new: Shape, parts: int) -> Placement | None:
+        """What a view leaves of it without moving anything, or None.
+
+        Args:
+            old: The dims, the one that is dealt out among them, that the view joins
+                and divides anew; ``along`` counts from the first of them.
+            new: What they become; the result's dim counts from the first.
+            parts: Number of ranks.
+        """
+        return None
 
     # ---- direct ways, optional --------------------------------------------------------
     def sends_to(self, dst: Placement, parts: int) -> float | None:

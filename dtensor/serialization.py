@@ -17,13 +17,16 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
 from dtensor import boundary
+from dtensor.block_cyclic import BlockCyclic
 from dtensor.dispatch import planned
 from dtensor.errors import ShardingError
 from dtensor.leaves import watch_leaf
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placements, Replicate, Shard
+from dtensor.ragged import RaggedShard
 from dtensor.registry import Handler, handles
 from dtensor.rules.table import rule_of
+from dtensor.sections import Sections
 from dtensor.spec import Spec, spec_of
 from dtensor.tensor import DTensor, typed
 
@@ -144,6 +147,7 @@ def safe_globals() -> list[Any]:
     """What ``torch.load(weights_only=True)`` meets in a file with DTensors."""
     mesh = DeviceMesh("cpu", [0])
     found = [rebuild, DeviceMesh, Shard, Replicate, Partial]
+    found += [BlockCyclic, RaggedShard, Sections]
     maker = mesh.__reduce__()[0]
     if callable(maker) and maker not in found:
         found.append(maker)

@@ -2,6 +2,7 @@
 
 from dtensor.styles.data_parallel import DataParallel
 from dtensor.styles.distribute import distribute_module
+from dtensor.styles.heads import FusedColwise, FusedQKV
 from dtensor.styles.loading import full_state_dict
 from dtensor.styles.parallelize import layout_of, parallelize_module
 from dtensor.styles.prepare import (
@@ -23,6 +24,8 @@ __all__ = [
     "Colwise",
     "ColwiseParallel",
     "DataParallel",
+    "FusedColwise",
+    "FusedQKV",
     "Layout",
     "ParallelStyle",
     "Port",

@@ -18,6 +18,7 @@ from dtensor.placement import Placement, Replicate, Shard, placements_of, show
 from dtensor.styles.bridge import Bridge
 from dtensor.styles.crossing import AROUND, BRIDGE, CROSSING, Crossing, takes_name
 from dtensor.styles.family import FAMILY, Family
+from dtensor.styles.heads import check_projection
 from dtensor.styles.held import (
     Held,
     check_weights,
@@ -26,6 +27,7 @@ from dtensor.styles.held import (
     moved,
     parametrizations_of,
 )
+from dtensor.styles.lending import bind_lendings, check_lendings
 from dtensor.styles.loading import watch_loading
 from dtensor.styles.style import Layout, ParallelStyle
 from dtensor.tensor import DTensor
@@ -80,7 +82,7 @@ class Draft:
                 f"got {other!r} by {other_key!r} and {style!r} by {key!r}, expected "
                 f"one. Make the names in the plan more exact."
             )
-        layout = style.layout(module)
+        layout = style.layout_over(module, self.mesh.shape[axis])
         if not isinstance(layout, Layout):
             raise TypeError(
                 f"{WHAT}: {style!r}.layout must give a Layout, got "
@@ -93,6 +95,9 @@ class Draft:
                     f"take, got {keyword!r}, expected a parameter of its forward. Mend "
                     f"the name in input_kwarg_layouts."
                 )
+        check_lendings(WHAT, shown, module, layout.lent)
+        parent = self.module.get_submodule(name.rpartition(".")[0])
+        check_projection(shown, parent, module, layout, self.mesh.shape[axis])
         planned[axis] = key, style, layout
         for parameter, placement in layout.parameters.items():
             self._want(module, shown, parameter, placement, style, axis)
@@ -243,6 +248,7 @@ class Draft:
                 crossing.install(module)
             for axis, (_, style, layout) in rows.items():
                 crossing.bind(axis, repr(style), layout)
+                bind_lendings(module, axis, layout.lent)
                 if layout.around is not None:
                     for inner in module.modules():
                         around = dict(inner.__dict__.get(AROUND, {}))

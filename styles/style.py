@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from dtensor.placement import Placement, Replicate
+from dtensor.styles.lending import Lending
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Layout:
         outputs: One port for all tensors that go out, or one (or None) for each.
         around: What plain tensors are along this axis in all modules inside this one
             (None: each rank holds all of the value).
+        lent: Other forms of parameters, by name, that the module's own code computes
+            with; see ``lending.py``.
     """
 
     parameters: Mapping[str, Placement] = field(default_factory=dict)
@@ -60,6 +63,7 @@ class Layout:
     keywords: Mapping[str, Port] = field(default_factory=dict)
     outputs: Ports = None
     around: Placement | None = None
+    lent: Mapping[str, Lending] = field(default_factory=dict)
 
     def entries(self) -> list[Port]:
         """Ports of what comes in."""
@@ -126,6 +130,15 @@ class ParallelStyle:
             f"{type(self).__name__}: a style defines layout(self, module), got none. "
             f"Return a Layout from it."
         )
+
+    def layout_over(self, module: nn.Module, ranks: int) -> Layout:
+        """``layout``, for a style that depends on the number of ranks.
+
+        Args:
+            module: The module that the plan names.
+            ranks: Number of ranks along the axis.
+        """
+        return self.layout(module)
 
     def __repr__(self) -> str:
         given = ", ".join(

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from dtensor.errors import ShardingError
 from dtensor.placement import Placement, Replicate, Shard
+from dtensor.styles.heads import SharedHeads, check_heads, check_shared, head_width
+from dtensor.styles.lending import Lending
 from dtensor.styles.style import Layout, ParallelStyle, Port
 
 
@@ -28,6 +31,10 @@ class Colwise(ParallelStyle):
     A plain input gets its whole gradient on every rank.
 
     Args:
+        heads: The output features are so many attention heads; a cut through a head is
+            an error.
+        kv_heads: They are heads of keys or values. Where the ranks do not divide them,
+            weight and output are Replicate: every rank computes all heads.
         mesh_dim: The mesh axis; see ``ParallelStyle``.
 
     Example:
@@ -44,10 +51,27 @@ class Colwise(ParallelStyle):
         [(Shard(dim=1),), (Shard(dim=1),)]
     """
 
+    def __init__(
+        self,
+        *,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        mesh_dim: str | int | None = None,
+    ) -> None:
+        super().__init__(mesh_dim=mesh_dim)
+        self.heads, self.kv_heads = heads, kv_heads
+
     def layout(self, module: nn.Module) -> Layout:
         """Weights by output features, input whole."""
         whole = Port(given=Replicate(), wanted=Replicate())
         return Layout(_by_output(self, module), inputs=whole)
+
+    def layout_over(self, module: nn.Module, ranks: int) -> Layout:
+        """Weights by output features, between heads."""
+        layout = self.layout(module)
+        if _fits_heads(self, module, self.heads, self.kv_heads, ranks):
+            return layout
+        return Layout(inputs=layout.inputs)
 
 
 class Rowwise(ParallelStyle):
@@ -82,6 +106,11 @@ class ColwiseParallel(ParallelStyle):
             default. A DTensor is brought to Replicate from wherever it is.
         output_layouts: Placement of the output; ``Shard(-1)`` by default.
         use_local_output: Give a plain local tensor rather than a DTensor.
+        heads: The output features are so many attention heads; a cut through a head is
+            an error.
+        kv_heads: They are heads of keys or values, which ranks may share: with fewer
+            heads than ranks all ranks store them, and a local output is the one head
+            that this rank's queries need. A DTensor output is then Replicate.
         mesh_dim: The mesh axis; see ``ParallelStyle``.
     """
 
@@ -91,9 +120,12 @@ class ColwiseParallel(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        heads: int | None = None,
+        kv_heads: int | None = None,
         mesh_dim: str | int | None = None,
     ) -> None:
         super().__init__(mesh_dim=mesh_dim)
+        self.heads, self.kv_heads = heads, kv_heads
         self.input_layouts = self._placement(
             "input_layouts", input_layouts, Replicate()
         )
@@ -110,6 +142,22 @@ class ColwiseParallel(ParallelStyle):
             inputs=Port(self.input_layouts, Replicate(), size),
             outputs=Port(wanted=self.output_layouts, local=self.use_local_output),
         )
+
+    def layout_over(self, module: nn.Module, ranks: int) -> Layout:
+        """Weights by output features, between heads."""
+        layout = self.layout(module)
+        if _fits_heads(self, module, self.heads, self.kv_heads, ranks):
+            return layout
+        assert self.kv_heads is not None, "other heads fit, or are refused"
+        cut = self.output_layouts == Shard(-1)
+        if self.use_local_output and cut:
+            check_shared(self, self.kv_heads, ranks)
+            form: Lending = SharedHeads(self.kv_heads)
+            lent = {"weight": form, "bias": form}
+            return Layout(inputs=layout.inputs, outputs=layout.outputs, lent=lent)
+        there = Replicate() if cut else self.output_layouts
+        out = Port(wanted=there, local=self.use_local_output)
+        return Layout(inputs=layout.inputs, outputs=out)
 
 
 class RowwiseParallel(ParallelStyle):
@@ -151,6 +199,29 @@ class RowwiseParallel(ParallelStyle):
             inputs=Port(self.input_layouts, wanted, size),
             outputs=Port(wanted=self.output_layouts, local=self.use_local_output),
         )
+
+
+def _fits_heads(
+    style: ParallelStyle,
+    module: nn.Module,
+    heads: int | None,
+    kv_heads: int | None,
+    ranks: int,
+) -> bool:
+    """Whether the features can be cut evenly, between heads where they are heads."""
+    if heads is not None and kv_heads is not None:
+        raise ShardingError(
+            f"{type(style).__name__}: the features are heads of queries or of keys, got "
+            f"heads {heads} and kv_heads {kv_heads}, expected one of them. FusedQKV is "
+            f"for a linear that makes both."
+        )
+    if heads is not None:
+        head_width(style, module, heads)
+        check_heads(style, heads, ranks)
+    if kv_heads is not None:
+        head_width(style, module, kv_heads, "kv_heads")
+        return kv_heads % ranks == 0
+    return True
 
 
 def _by_output(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:

@@ -21,6 +21,7 @@ from dtensor.rules.entries import parsed
 from dtensor.rules.indexing import average, cut_axes, read_by
 from dtensor.rules.pointwise import built_in
 from dtensor.rules.reductions import dims_of
+from dtensor.rules.runs import run_slices, runs_of
 from dtensor.spec import Spec
 from dtensor.taking import Progression, take_plan
 
@@ -55,7 +56,7 @@ def whole_dim(
     )
 
 
-def narrow(call: Call) -> Notation:
+def narrow(call: Call) -> Notation | Layout:
     """``narrow(x, dim, start, length)``: a slice."""
     x = call.operands[0]
     dim = dims_of(call.arg(1, "dim", 0), x.ndim)[0]
@@ -71,7 +72,7 @@ def narrow(call: Call) -> Notation:
     return read_by(call, items, shape, lambda args, kwargs: index)
 
 
-def select(call: Call) -> Notation:
+def select(call: Call) -> Notation | Layout:
     """``select(x, dim, index)``: a number."""
     x = call.operands[0]
     dim = dims_of(call.arg(1, "dim", 0), x.ndim)[0]
@@ -147,7 +148,7 @@ def slices_of(taken: Mapping[int, Results]) -> list[tuple[slice, ...]]:
     return found
 
 
-def split(call: Call) -> Notation:
+def split(call: Call) -> Notation | Layout:
     """``split``, ``chunk``, ``tensor_split`` ...: slices, one after another."""
     x = call.operands[0]
     if len(call.operands) > 1:
@@ -157,10 +158,14 @@ def split(call: Call) -> Notation:
     lengths = [s[dim] for s in shapes]
     if sum(lengths) != x.shape[dim]:  # tensor_split may repeat or skip elements
         return whole_dim(call, dim, drop=False, many=True)
-    results, start = [], 0
+    slices, start = [], 0
     for n in lengths:
-        results.append((n, [Progression(0, start, n)]))
+        slices.append((start, n))
         start += n
+    kept = runs_of(x, dim, slices)
+    if kept is not None:
+        return run_slices(call, dim, kept, shapes, many=True)
+    results = [(n, [Progression(0, start, n)]) for start, n in slices]
     return along(call, {dim: results}, shapes, view=True)
 
 

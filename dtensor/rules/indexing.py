@@ -19,7 +19,7 @@ from dtensor.calls import Call, NoRule, Operand
 from dtensor.collectives import functional
 from dtensor.custom_placement import lies_along
 from dtensor.moves import comm_over
-from dtensor.notation import Letters, Notation
+from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import axes_of
 from dtensor.redistribute import local_elements, plain
 from dtensor.rules.entries import (
@@ -33,6 +33,7 @@ from dtensor.rules.entries import (
     picked_dims,
 )
 from dtensor.rules.reductions import dims_of
+from dtensor.rules.runs import run_slices, runs_of
 from dtensor.spec import Spec
 from dtensor.taking import Take, blocks_of, take_plan
 
@@ -255,7 +256,7 @@ def read_by(
     shape: Sequence[int],
     index_of: Callable[[Any, Any], Any] = lambda args, kwargs: args[1],
     wraps: bool = True,
-) -> Notation:
+) -> Notation | Layout:
     """The notation of reading by an index that is parsed.
 
     Args:
@@ -266,6 +267,12 @@ def read_by(
         wraps: Whether negative indices count from the end.
     """
     x = call.operands[0]
+    others = [i for i in items if i.kind != "all"]
+    if len(others) == 1 and others[0].run is not None and others[0].run.step == 1:
+        cut_at, taken = others[0].dim, others[0].run
+        kept = runs_of(x, cut_at, [(taken.start, taken.count)])
+        if kept is not None:
+            return run_slices(call, cut_at, kept, [shape], many=False)
     arrays = [i.dim for i in items if i.kind == "array"]
     picked = picked_dims(items)
     out = indexed_letters(items, picked)
@@ -304,7 +311,7 @@ def read_by(
     )
 
 
-def getitem(call: Call) -> Notation:
+def getitem(call: Call) -> Notation | Layout:
     """``x[index]``."""
     x, index = call.operands[0], call.args[1]
     entries = index if isinstance(index, tuple) else (index,)
@@ -331,7 +338,7 @@ def left_to_torch(call: Call, shape: Sequence[int]) -> Notation:
     )
 
 
-def index_select(call: Call) -> Notation:
+def index_select(call: Call) -> Notation | Layout:
     """``index_select(x, dim, index)``."""
     x, index = call.operands[:2]
     dim = dims_of(call.arg(1, "dim"), x.ndim)[0] if x.ndim else 0
@@ -346,7 +353,7 @@ def index_select(call: Call) -> Notation:
     return read_by(call, items, call.shapes()[0], index_of, wraps=False)
 
 
-def take(call: Call) -> Notation:
+def take(call: Call) -> Notation | Layout:
     """``take(x, index)``: by the number of an element in row-major order."""
     x, index = call.operands[:2]
     shape = tuple(x.shape)

@@ -288,10 +288,28 @@ def attention(handler: Handler) -> Handler:
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         if not given.get("dropout_p", 0.0):
+            if given.get("enable_gqa") and _shares_unevenly(
+                given["query"], given["key"]
+            ):
+                # A rank has fewer heads of keys than one: as many as of queries.
+                for name in ("key", "value"):
+                    times = given["query"].size(-3) // given[name].size(-3)
+                    given[name] = given[name].repeat_interleave(times, -3)
+                del given["enable_gqa"]
+                return func(**given)
             return handler(func, args, kwargs)
         return _attention(**given)
 
     return run
+
+
+def _shares_unevenly(query: Any, key: Any) -> bool:
+    """Whether queries are cut by heads over more ranks than there are heads of keys."""
+    if not isinstance(query, DTensor) or key.ndim < 3 or query.ndim < 3:
+        return False
+    heads, of_keys = query.shape[-3], key.shape[-3]
+    ranks = query._spec.shards(query.ndim - 3)
+    return ranks > 1 and of_keys % ranks != 0 and heads % (of_keys or 1) == 0
 
 
 def _attention(

@@ -96,12 +96,17 @@ def carried(
                     out[axis] = Shard(next((d for d in ones if d in new), ones[0]))
                     continue
                 mine[axis] = Shard(p.dim - old.start, p.depth)
-            dim = p.along if isinstance(p, CustomPlacement) else None
-            if dim is not None and dim in old:
+            if isinstance(p, CustomPlacement) and p.along is not None:
+                if p.along not in old:
+                    continue
                 twin = _twin(before, after, old, new)
-                if twin is None or before[dim] == 1:
+                if twin is not None and before[p.along] != 1:
+                    out[axis] = p.at_dim(twin)
+                    continue
+                own = _of_custom(p, axis, before, after, old, new, mesh_shape, places)
+                if own is None:
                     return None
-                out[axis] = p.at_dim(twin)
+                out[axis] = own
         if any(p is not R for p in mine):
             there = _of_group(
                 tuple(before[d] for d in old),
@@ -117,6 +122,34 @@ def carried(
     if any(isinstance(p, CustomPlacement) and p.along is None for p in places):
         return None
     return normal(tuple(out))
+
+
+def _of_custom(
+    p: CustomPlacement,
+    axis: int,
+    before: Sizes,
+    after: Sizes,
+    old: range,
+    new: range,
+    mesh_shape: Sizes,
+    places: Placements,
+) -> Placement | None:
+    """What a custom placement itself says of a group; it must cut the group alone."""
+    assert p.along is not None, "see carried"
+    for other, q in enumerate(places):
+        dim = q.along if isinstance(q, CustomPlacement) else None
+        if isinstance(q, Shard):
+            dim = q.dim
+        if other != axis and dim in old:
+            return None
+    there = p.at_dim(p.along - old.start).viewed(
+        tuple(before[d] for d in old), tuple(after[d] for d in new), mesh_shape[axis]
+    )
+    if isinstance(there, Shard):
+        return Shard(there.dim + new.start)
+    if isinstance(there, CustomPlacement) and there.along is not None:
+        return there.at_dim(there.along + new.start)
+    return None
 
 
 def _twin(before: Sizes, after: Sizes, old: range, new: range) -> int | None:
