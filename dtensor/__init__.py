@@ -40,9 +40,11 @@ from dtensor.rules.table import register_rule
 from dtensor.sections import Sections
 from dtensor.styles.data_parallel import DataParallel
 from dtensor.styles.distribute import distribute_module
+from dtensor.styles.fully_shard import fully_shard
 from dtensor.styles.heads import FusedColwise, FusedQKV
 from dtensor.styles.loading import full_state_dict
 from dtensor.styles.parallelize import layout_of, parallelize_module
+from dtensor.styles.precision import MixedPrecision
 from dtensor.styles.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -73,6 +75,7 @@ __all__ = [
     "FusedColwise",
     "FusedQKV",
     "Layout",
+    "MixedPrecision",
     "ParallelStyle",
     "Partial",
     "Placement",
@@ -102,6 +105,7 @@ __all__ = [
     "explain",
     "full",
     "full_state_dict",
+    "fully_shard",
     "get_rank",
     "get_rng_state",
     "get_world_size",

@@ -2,9 +2,11 @@
 
 from dtensor.styles.data_parallel import DataParallel
 from dtensor.styles.distribute import distribute_module
+from dtensor.styles.fully_shard import fully_shard
 from dtensor.styles.heads import FusedColwise, FusedQKV
 from dtensor.styles.loading import full_state_dict
 from dtensor.styles.parallelize import layout_of, parallelize_module
+from dtensor.styles.precision import MixedPrecision
 from dtensor.styles.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -27,6 +29,7 @@ __all__ = [
     "FusedColwise",
     "FusedQKV",
     "Layout",
+    "MixedPrecision",
     "ParallelStyle",
     "Port",
     "PrepareModuleInput",
@@ -38,6 +41,7 @@ __all__ = [
     "SequenceParallel",
     "distribute_module",
     "full_state_dict",
+    "fully_shard",
     "layout_of",
     "parallelize_module",
 ]
