@@ -337,4 +337,38 @@ def plain_saved_tensors(original: Any) -> Any:
     return init
 
 
-__all__ = ["TypedContext", "Untyped", "dtensor_apply", "plain_saved_tensors"]
+# ---- the inputs of torch.utils.checkpoint ----------------------------------------------
+def notes_inputs(original: Any) -> Any:
+    """``_CheckpointFrame.save_inputs``: under a pack hook the types would be lost."""
+
+    @functools.wraps(original)
+    def save_inputs(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self._dtensor_specs = specs_of(args)
+
+    return save_inputs
+
+
+def types_inputs(original: Any) -> Any:
+    """``_CheckpointFrame.get_inputs``: each input with the spec it was saved with."""
+
+    @functools.wraps(original)
+    def get_inputs(self: Any) -> list[Any]:
+        found = original(self)
+        specs = getattr(self, "_dtensor_specs", (None,) * len(found))
+        return [
+            typed(alias(x), s) if s is not None and type(x) is T else x
+            for x, s in zip(found, specs, strict=True)
+        ]
+
+    return get_inputs
+
+
+__all__ = [
+    "TypedContext",
+    "Untyped",
+    "dtensor_apply",
+    "notes_inputs",
+    "plain_saved_tensors",
+    "types_inputs",
+]

@@ -35,9 +35,15 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 from torch.utils._device import _device_constructors
+from torch.utils.checkpoint import _CheckpointFrame
 
 from dtensor import clipping, optimizers, serialization
-from dtensor.custom_function import dtensor_apply, plain_saved_tensors
+from dtensor.custom_function import (
+    dtensor_apply,
+    notes_inputs,
+    plain_saved_tensors,
+    types_inputs,
+)
 from dtensor.errors import ShardingError
 from dtensor.placement import Replicate
 from dtensor.policy import promote_plain
@@ -361,6 +367,12 @@ WRAPPED: list[tuple[Any, str, Maker]] = [
     *clipping.WRAPPED,
     *optimizers.WRAPPED,
 ]
+
+if hasattr(_CheckpointFrame, "save_inputs"):  # older torch saves them by a Function
+    WRAPPED += [
+        (_CheckpointFrame, "save_inputs", notes_inputs),
+        (_CheckpointFrame, "get_inputs", types_inputs),
+    ]
 
 
 def install() -> None:

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Placement, Replicate, Shard, placed, show
 from dtensor.styles.crossing import AROUND
-from dtensor.styles.held import Held, check_weights, held_in, laid_out, lazy_names, moved
+from dtensor.styles.held import (
+    Held,
+    check_weights,
+    held_in,
+    laid_out,
+    lazy_names,
+    moved,
+)
 from dtensor.styles.loading import watch_loading
 from dtensor.styles.precision import MixedPrecision
 from dtensor.styles.unit import UNIT, Slot, Unit
@@ -182,11 +189,10 @@ def _untaken(module: nn.Module) -> list[Held]:
 
 
 def _mesh_for(held: list[Held], mesh: DeviceMesh | None) -> DeviceMesh:
-    found = {
-        id(one.tensor.device_mesh): one
-        for one in held
-        if isinstance(one.tensor, DTensor)
-    }
+    found: dict[int, Held] = {}
+    for one in held:
+        if isinstance(one.tensor, DTensor):
+            found.setdefault(id(one.tensor.device_mesh), one)
     first = next(iter(found.values()), None)
     if first is None:
         return mesh_or_ambient(WHAT, mesh)
@@ -216,7 +222,9 @@ def _is_part(mesh: DeviceMesh, whole: DeviceMesh) -> bool:
     return whole[tuple(names)] is mesh
 
 
-def _axes(mesh: DeviceMesh, mesh_dim: str | int | Sequence[str | int]) -> tuple[int, ...]:
+def _axes(
+    mesh: DeviceMesh, mesh_dim: str | int | Sequence[str | int]
+) -> tuple[int, ...]:
     names = [mesh_dim] if isinstance(mesh_dim, (str, int)) else list(mesh_dim)
     if mesh.ndim == 1 and names == ["dp"]:
         return (0,)

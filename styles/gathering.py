@@ -189,9 +189,7 @@ class Gathered(torch.autograd.Function):
                 [s for s, n in zip(packing.sizes, needs, strict=True) if n],
                 packing.comm,
             )
-        ctx.like = [
-            (x.shape, x.dtype) for x, n in zip(shards, needs, strict=True) if n
-        ]
+        ctx.like = [(x.shape, x.dtype) for x, n in zip(shards, needs, strict=True) if n]
         ctx.reduce_dtype, ctx.done = reduce_dtype, done
         ctx.set_materialize_grads(False)
         found = packing.views(whole)

@@ -311,7 +311,7 @@ class Unit:
         marks = self.marks(tensors)
         self.live = marks, self.gathered(tensors, marks)
         if torch._C._current_graph_task_id() != -1:
-            self._close_at_end()
+            self._close_at_end(tensors)
         else:
             state_of(spec.world).early.append(weakref.ref(self))
 
@@ -396,7 +396,7 @@ class Unit:
             state.last = weakref.ref(self)
         visit = self._open(tensors)
         if not forward:
-            self._close_at_end()
+            self._close_at_end(tensors)
         self.visits.append(visit)
         state.depth += 1
         visit.hooks = _saving(state)
@@ -433,15 +433,20 @@ class Unit:
         return output if wanted is not None else None
 
     def _watch(self, output: Any) -> None:
-        """Open again when the first cotangent of an output comes."""
+        """Open again when the first cotangent of an output comes.
 
-        def before(grad: T) -> None:
+        That is before the node runs, but after the hooks of the tensor: by then the
+        unit that follows may be over (``_end_with_inputs``).
+        """
+
+        def before(grads: Any) -> None:
             self.begin_backward()
 
         for x in tensors_in(output):
             with NoTF():
-                if RAW.requires_grad.__get__(x):
-                    RAW.register_hook(x, before)
+                node = RAW.grad_fn.__get__(x)
+            if node is not None:
+                node.register_prehook(before)
 
     def _end_with_inputs(self, given: Sequence[T]) -> None:
         """Where nothing is reduced, the cotangents of the inputs say that it is over."""
@@ -461,12 +466,11 @@ class Unit:
             return
         tensors = self.tensors()
         self.backward = self._open(tensors)
-        self._close_at_end()
+        self._close_at_end(tensors)
         self._fetch_neighbour(tensors, self.before)
 
-    def _close_at_end(self) -> None:
+    def _close_at_end(self, tensors: list[Any]) -> None:
         """Have the running backward close it, and say what it has to reduce first."""
-        tensors = self.tensors()
         if not self.left:
             self.left = {
                 number
@@ -510,7 +514,7 @@ class Unit:
         buffers = self.gathered(tensors, marks)
         if torch._C._current_graph_task_id() != -1:
             self.live = marks, buffers
-            self._close_at_end()
+            self._close_at_end(tensors)
         buffer = buffers[saved.group]
         out = buffer.new_empty(0, dtype=saved.dtype)
         out.set_(buffer.untyped_storage(), saved.offset, saved.size, saved.stride)  # type: ignore[arg-type]
