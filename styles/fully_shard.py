@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dtensor.mesh.ambient import mesh_or_ambient
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Placement, Replicate, Shard, placed, show
 from dtensor.styles.crossing import AROUND
@@ -18,10 +19,11 @@ from dtensor.styles.held import (
     lazy_names,
     moved,
 )
+from dtensor.styles.lent import Slot
 from dtensor.styles.loading import watch_loading
 from dtensor.styles.precision import MixedPrecision
-from dtensor.styles.unit import UNIT, Slot, Unit
-from dtensor.tensor import DTensor, mesh_or_ambient
+from dtensor.styles.unit import UNIT, Unit
+from dtensor.tensor import DTensor
 
 WHAT = "fully_shard"
 

@@ -67,7 +67,7 @@ class Packing:
         else:
             sent = shards[0].new_empty(self.counts[self.comm.rank], dtype=dtype)
             lengths = [s.numel() for s in shards]
-            for place, shard in zip(sent.split(lengths), shards, strict=True):
+            for place, shard in zip(torch.split(sent, lengths), shards, strict=True):
                 place.view(shard.shape).copy_(shard)
         came = self.comm.all_gather(sent, self.counts) if self.comm.size > 1 else sent
         if len(shards) == 1:
@@ -82,7 +82,7 @@ class Packing:
         found, at = [], whole.storage_offset()
         for shape in self.shapes:
             x = whole.new_empty(0)
-            x.set_(whole.untyped_storage(), at, shape, _strides(shape))  # type: ignore[arg-type]
+            x.set_(whole.untyped_storage(), at, shape, _strides(shape))
             found.append(x)
             at += math.prod(shape)
         return found
@@ -123,7 +123,7 @@ class Packing:
         del whole, grads, given
         if self.comm.size > 1:
             flat = functional.reduce_scatter(flat, self.comm, 0, self.counts)
-        pieces = flat.split([shape.numel() for shape, _ in like])
+        pieces = torch.split(flat, [shape.numel() for shape, _ in like])
         return [
             torch.ops.aten._unsafe_view(piece, shape).to(kept)
             for piece, (shape, kept) in zip(pieces, like, strict=True)
@@ -139,8 +139,10 @@ class Packing:
                 length = cut[0] * inner
                 rest = x.shape[1:]
                 if length:
-                    stretch = table[:, at : at + length].unflatten(1, (cut[0], *rest))
-                    yield stretch, x.unflatten(0, (n, cut[0]))
+                    stretch = torch.unflatten(
+                        table[:, at : at + length], 1, (cut[0], *rest)
+                    )
+                    yield stretch, torch.unflatten(x, 0, (n, cut[0]))
                 at += length
             return
         for r in range(self.comm.size):

@@ -4,7 +4,7 @@
 unit in one all-gather and puts them in the place of the sharded ones; afterwards, also
 after a failure, the sharded ones are back. Autograd does not keep what was gathered:
 while the forward runs, a tensor that is saved for backward and lies in the gathered
-buffer is noted by its place there (``_Saved``), and backward gathers anew, once. The
+buffer is noted by its place there (``saved.py``), and backward gathers anew, once. The
 reduce-scatter of the gradients ends that.
 
 ==================  ====================================================================
@@ -23,7 +23,7 @@ a forward that is computed again there (``torch.utils.checkpoint``) finds them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,57 +37,15 @@ from dtensor.placement import Partial, Replicate, Shard, axes_of, placed, show
 from dtensor.spec import Spec
 from dtensor.styles.crossing import around_of
 from dtensor.styles.gathering import Gathered, Packing
-from dtensor.styles.held import refresh_weights
+from dtensor.styles.lent import Slot, Visit, converted, needs_grad, tensors_in
 from dtensor.styles.precision import MixedPrecision
+from dtensor.styles.saved import Marks, Saved, drop_early, saving, state_of
 from dtensor.tensor import DTensor, typed
 
 T = torch.Tensor
 RAW: Any = torch.Tensor
 UNIT = "_dtensor_unit"
 _ENGINE: Any = torch.autograd.Variable._execution_engine
-_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-
-# What tells whether a shard is still what it was: its version and its memory.
-Marks = tuple[tuple[int, int], ...]
-
-
-class Slot:
-    """One tensor of a unit, and all places where modules hold it.
-
-    Args:
-        full: Its name.
-        places: (module, name of the table, name there).
-        sharded: Whether the unit gathers it.
-        dynamic: Whether it is plain in a model whose activations are plain: no style
-            sees to that.
-    """
-
-    def __init__(
-        self,
-        full: str,
-        places: list[tuple[nn.Module, str, str]],
-        sharded: bool,
-        dynamic: bool,
-    ) -> None:
-        self.full, self.places = full, places
-        self.sharded, self.dynamic = sharded, dynamic
-
-    def tensor(self) -> Any:
-        """What the module holds now."""
-        module, table, name = self.places[0]
-        return getattr(module, table).get(name)
-
-
-class _Saved(NamedTuple):
-    """A tensor that autograd saved, as its place in a gathered buffer."""
-
-    unit: Unit
-    marks: Marks
-    group: int
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class _Group(NamedTuple):
@@ -97,60 +55,6 @@ class _Group(NamedTuple):
     packing: Packing
     dtype: torch.dtype
     specs: tuple[Spec, ...]
-
-
-class _State:
-    """What the units of one rank share while a model runs."""
-
-    def __init__(self) -> None:
-        # Buffers of running forwards, by storage.
-        self.buffers: dict[int, tuple[Unit, Marks, int]] = {}
-        self.depth = 0
-        self.plain = False  # whether the activations of the running model are plain
-        self.last: Any = None
-        self.early: list[Any] = []  # units that were gathered early
-
-
-def state_of(world: World) -> _State:
-    """The state of a rank."""
-    found = world.memo.get("units")
-    if found is None:
-        found = world.memo.setdefault("units", _State())
-    return found  # type: ignore[no-any-return]
-
-
-class _Visit:
-    """One opening of a unit: what was put where, and the sharded tensors."""
-
-    def __init__(self, tensors: list[Any]) -> None:
-        self.tensors = tensors
-        self.lent: list[tuple[nn.Module, str, str, Any, Any]] = []
-        self.storages: list[int] = []
-        self.hooks: Any = None
-
-    def put(self, slot: Slot, new: Any) -> None:
-        """Hold ``new`` in all places of a slot."""
-        for module, table, name in slot.places:
-            held = getattr(module, table)
-            self.lent.append((module, table, name, held.get(name), new))
-            held[name] = new
-            refresh_weights(module)
-
-    def take_back(self) -> None:
-        """The tensors that were there before."""
-        for module, table, name, old, new in reversed(self.lent):
-            held = getattr(module, table)
-            now = held.get(name)
-            if now is new:
-                held[name] = old
-            elif type(now) is T and isinstance(old, DTensor):
-                # The module has put another value there, as running statistics do.
-                whole = [Replicate()] * old.device_mesh.ndim
-                held[name] = DTensor.from_local(
-                    now.detach(), old.device_mesh, whole, run_check=False
-                )
-            refresh_weights(module)
-        self.lent = []
 
 
 class _AtEnd:
@@ -197,8 +101,8 @@ class Unit:
 
     def _reset(self) -> None:
         self.plain = False  # whether its parameters were plain in the last forward
-        self.visits: list[_Visit] = []
-        self.backward: _Visit | None = None
+        self.visits: list[Visit] = []
+        self.backward: Visit | None = None
         self.ends = False  # whether the running backward will close it
         self.live: tuple[Marks, list[T]] | None = None
         self.left: set[int] = set()  # groups that the running backward has to reduce
@@ -322,10 +226,10 @@ class Unit:
             unit.fetch_early()
 
     # ---- opening and closing -------------------------------------------------------
-    def _open(self, tensors: list[Any]) -> _Visit:
+    def _open(self, tensors: list[Any]) -> Visit:
         """Put the gathered parameters in place."""
         marks = self.marks(tensors)
-        visit = _Visit(tensors)
+        visit = Visit(tensors)
         buffers = self.gathered(tensors, marks)
         running = torch._C._current_graph_task_id() != -1
         records = torch.is_grad_enabled()
@@ -338,7 +242,7 @@ class Unit:
             self._put_all(visit, marks, buffers)
         return visit
 
-    def _put_all(self, visit: _Visit, marks: Marks, buffers: list[T]) -> None:
+    def _put_all(self, visit: Visit, marks: Marks, buffers: list[T]) -> None:
         tensors = visit.tensors
         spec = self._spec(tensors)
         assert spec is not None, "asked before"
@@ -358,7 +262,7 @@ class Unit:
             if not slot.sharded and isinstance(x, DTensor):
                 self._put(visit, slot, x)
 
-    def _put(self, visit: _Visit, slot: Slot, x: DTensor) -> None:
+    def _put(self, visit: Visit, slot: Slot, x: DTensor) -> None:
         if self.plain and slot.dynamic:
             around = around_of(slot.places[0][0])
             grads = [
@@ -369,7 +273,7 @@ class Unit:
         elif slot.sharded:
             visit.put(slot, x)
 
-    def _close(self, visit: _Visit, world: World) -> None:
+    def _close(self, visit: Visit, world: World) -> None:
         visit.take_back()
         state = state_of(world)
         for key in visit.storages:
@@ -399,10 +303,10 @@ class Unit:
             self._close_at_end(tensors)
         self.visits.append(visit)
         state.depth += 1
-        visit.hooks = _saving(state)
+        visit.hooks = saving(state)
         visit.hooks.__enter__()
         if torch.is_grad_enabled():
-            if not any(_needs_grad(x) for x in tensors):
+            if not any(needs_grad(x) for x in tensors):
                 self._end_with_inputs(given)
         if forward:
             self._fetch_neighbour(tensors, self.after)
@@ -475,7 +379,7 @@ class Unit:
             self.left = {
                 number
                 for number, group in enumerate(self.groups(tensors))
-                if any(_needs_grad(tensors[i]) for i in group.slots)
+                if any(needs_grad(tensors[i]) for i in group.slots)
             }
         if not self.ends:
             self.ends = True
@@ -501,7 +405,7 @@ class Unit:
             assert spec is not None, "asked in enter"
             self._close(visit, spec.world)
 
-    def again(self, saved: _Saved) -> T:
+    def again(self, saved: Saved) -> T:
         """What autograd saved, in a buffer gathered anew (once per backward)."""
         tensors = self.tensors()
         marks = self.marks(tensors)
@@ -517,7 +421,7 @@ class Unit:
             self._close_at_end(tensors)
         buffer = buffers[saved.group]
         out = buffer.new_empty(0, dtype=saved.dtype)
-        out.set_(buffer.untyped_storage(), saved.offset, saved.size, saved.stride)  # type: ignore[arg-type]
+        out.set_(buffer.untyped_storage(), saved.offset, saved.size, saved.stride)
         return out
 
 
@@ -531,91 +435,6 @@ class _Done:
         self.unit.reduced(self.number)
 
 
-def _saving(state: _State) -> Any:
-    """Hooks that keep the place of what lies in a gathered buffer, the rest as it is.
-
-    What is not ours goes to the hooks that were there before (those of
-    ``torch.utils.checkpoint``, say), or is kept with its version, which torch does not
-    compare where there are hooks.
-    """
-    outer = _top_hooks(True)
-
-    def pack(x: T) -> Any:
-        if x.layout is torch.strided and not (x.is_conj() or x.is_neg()):
-            found = state.buffers.get(x.untyped_storage()._cdata)
-            if found is not None:
-                unit, marks, group = found
-                size, stride = tuple(x.shape), x.stride()
-                offset = x.storage_offset()
-                return _Saved(unit, marks, group, offset, size, stride, x.dtype)
-        if outer is not None:
-            return outer[0](x)
-        kept = x.detach()
-        return kept, kept._version
-
-    def unpack(packed: Any) -> T:
-        if type(packed) is _Saved:
-            with torch.no_grad():
-                return packed.unit.again(packed)
-        if outer is not None:
-            return outer[1](packed)  # type: ignore[no-any-return]
-        kept, version = packed
-        if kept._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been "
-                f"modified by an inplace operation: a tensor of shape "
-                f"{tuple(kept.shape)} is at version {kept._version}; expected version "
-                f"{version} instead. Clone it before it is written."
-            )
-        return kept  # type: ignore[no-any-return]
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
 def overlaps(comm: Any) -> bool:
     """Whether a collective of this backend runs beside computation."""
     return bool(getattr(comm, "overlaps", False))
-
-
-def drop_early(state: _State) -> None:
-    """Let go of what was gathered early and then not asked for."""
-    early, state.early = state.early, []
-    for ref in early:
-        unit = ref()
-        if unit is not None and not unit.visits and not unit.ends and unit.reshard:
-            unit.live = None
-
-
-def tensors_in(value: Any) -> Iterator[T]:
-    """All tensors in arguments or results, inside lists, tuples and dicts too."""
-    if isinstance(value, T):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
-def converted(value: Any, dtype: torch.dtype) -> Any:
-    """The same value with all floating tensors in ``dtype``."""
-    if isinstance(value, T):
-        return value.to(dtype) if value.dtype.is_floating_point else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[converted(item, dtype) for item in value])
-    if isinstance(value, (list, tuple)):
-        return type(value)([converted(item, dtype) for item in value])
-    if isinstance(value, dict):
-        return {key: converted(item, dtype) for key, item in value.items()}
-    return value
-
-
-def _needs_grad(x: Any) -> bool:
-    if not isinstance(x, T):
-        return False
-    with NoTF():
-        return RAW.requires_grad.__get__(x)  # type: ignore[no-any-return]
-
-
-__all__ = ["UNIT", "Slot", "Unit", "overlaps", "state_of", "tensors_in"]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dtensor import (
     Colwise,
-    DataParallel,
     DeviceMesh,
     DTensor,
     PrepareModuleInput,
@@ -96,7 +95,7 @@ def lay_out(model: gpt.GPT, mesh: DeviceMesh, way: Way, **options: Any) -> None:
     if "tp" in way.names:
         parallelize_module(model, mesh, tensor_plan(way.sequence))
     elif not way.sharded:
-        parallelize_module(model, mesh, DataParallel(mesh_dim=way.batch[0]))
+        parallelize_module(model, mesh, {})  # replicated
     if way.sharded:
         given = {"mesh_dim": way.sharded, **way.options, **options}
         for block in model.blocks:

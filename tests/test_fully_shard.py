@@ -37,7 +37,8 @@ from dtensor import (
     simulate,
 )
 from dtensor.styles.gathering import Packing
-from dtensor.styles.unit import UNIT, state_of
+from dtensor.styles.saved import state_of
+from dtensor.styles.unit import UNIT
 
 import gpt  # isort: skip - found by way of sharded_runs
 
