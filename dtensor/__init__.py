@@ -36,6 +36,7 @@ from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.policy import RedistributionWarning, promote_plain, redistribution
 from dtensor.ragged import RaggedShard
 from dtensor.random import get_rng_state, manual_seed, set_rng_state
+from dtensor.replicas import ReplicaError, check_replicas
 from dtensor.rules.table import register_rule
 from dtensor.sections import Sections
 from dtensor.styles.data_parallel import DataParallel
@@ -85,6 +86,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RaggedShard",
     "RedistributionWarning",
+    "ReplicaError",
     "Replicate",
     "ReplicateParallel",
     "Rowwise",
@@ -95,6 +97,7 @@ __all__ = [
     "ShardingError",
     "arange",
     "calibrate",
+    "check_replicas",
     "clip_grad_norm_",
     "count_collectives",
     "cross_entropy",

@@ -87,7 +87,7 @@ def orthogonalizes_wholes(original: Any) -> Any:
 
 
 # What interop replaces in torch.
-WRAPPED = [
+WRAPPED: list[tuple[Any, str, Any]] = [
     (torch.optim.LBFGS, "_gather_flat_grad", flattens_together),
     (torch.optim.LBFGS, "_add_grad", adds_pieces),
 ]
