@@ -113,7 +113,28 @@ def takes_scales(original: Any) -> Any:
 
 def creates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handler of functions that make tensors: a DTensor there is a size or a bound."""
+    if isinstance(kwargs.get("out"), DTensor):
+        return _made_into(func, args, dict(kwargs))
     return func(*[number(a) for a in args], **{k: number(v) for k, v in kwargs.items()})
+
+
+def _made_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``out=`` a DTensor: the whole value is made on every rank, each keeps its part."""
+    out = kwargs.pop("out")
+    if func.__name__ in ("rand", "randint", "randn", "randperm"):
+        raise ShardingError(
+            f"{func.__name__}: out= cannot be a DTensor, got {out!r}. Fill it in place, "
+            "with x.uniform_(), x.normal_() or x.random_(low, high)."
+        )
+    kwargs |= {"dtype": out.dtype, "device": out.device, "requires_grad": False}
+    made = func(*[number(a) for a in args], **{k: number(v) for k, v in kwargs.items()})
+    if made.shape != out.shape:
+        raise ShardingError(
+            f"{func.__name__}: out= does not fit the result, got shape "
+            f"{tuple(out.shape)}, expected {tuple(made.shape)}. Leave out= away."
+        )
+    with torch.no_grad():
+        return out.copy_(typed(made, out._spec.replicated()))
 
 
 for _name in (

@@ -17,6 +17,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
 from dtensor.calls import tensors_in
+from dtensor.errors import ShardingError
 from dtensor.redistribute import alias, plain
 from dtensor.registry import HANDLERS
 from dtensor.spec import Spec
@@ -38,6 +39,7 @@ class Link:
             view of, in the layout that the base was moved to.
         index: What of the base ``holder`` is; None: all of it.
         version: The base's version that ``holder`` has the values of.
+        spec: The base's layout, which ``index`` is of.
         siblings: Links of the same call; no two share elements of the base.
     """
 
@@ -46,12 +48,25 @@ class Link:
     index: Any
     version: int
     siblings: list[Link] = field(default_factory=list)
+    spec: Spec = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spec = self.base._spec
+
+    def check_base(self) -> None:
+        """Refuse what was taken of a base that was turned in place since."""
+        if self.base._spec is not self.spec:
+            raise ShardingError(
+                "view: its base was transposed, squeezed or unsqueezed in place since "
+                f"it was taken, got {self.base!r}. Take the view anew."
+            )
 
     def refresh(self) -> None:
         """Take the values anew if the base was written since."""
         if isinstance(self.base, MovedView):
             self.base._link.refresh()
         now = _version(self.base)
+        self.check_base()
         if now == self.version:
             return
         if self.index is None:

@@ -293,6 +293,8 @@ class DeviceMesh:
         shape = (len(self.ranks),)
         return _intern(self.device_type, shape, self.ranks, names, "flatten")
 
+    _flatten = flatten  # as PyTorch's programs call it
+
     # ---------------------------------------------------------------- ambient mesh
     def __enter__(self) -> DeviceMesh:
         ambient.push(self)

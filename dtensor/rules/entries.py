@@ -67,6 +67,15 @@ def of_booleans(x: Any) -> bool:
     return isinstance(x, (bool, np.bool_))
 
 
+def check_mask(shape: Sequence[int], dim: int, mask: Any) -> None:
+    """Refuse a mask that does not fit the dims that it takes, from ``dim`` on."""
+    if tuple(mask.shape) != tuple(shape[dim : dim + mask.ndim]):
+        raise IndexError(
+            f"the shape of a mask does not match that of the indexed tensor, got "
+            f"{tuple(mask.shape)} for dim {dim} and on of {tuple(shape)}."
+        )
+
+
 def parsed(shape: Sequence[int], index: Any) -> list[Item] | None:
     """The entries of an index, one for every dim and every new one.
 
@@ -109,11 +118,11 @@ def parsed(shape: Sequence[int], index: Any) -> list[Item] | None:
             run = Progression(0, start, count, step)
             items.append(Item(kind, dim, e, place, run=run))
         elif isinstance(e, np.ndarray) and is_mask(e):
-            if e.shape != tuple(shape[dim : dim + span]):
-                return None  # torch says what is wrong
+            check_mask(shape, dim, e)
             for k, found in enumerate(e.nonzero()):
                 items.append(Item("array", dim + k, found, -1))
         elif is_mask(e):
+            check_mask(shape, dim, e)
             items.append(Item("mask", dim, e, place, span))
         elif is_array(e) and not (isinstance(e, Operand) and e.ndim == 0):
             items.append(Item("array", dim, e, place))

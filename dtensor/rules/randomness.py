@@ -148,6 +148,8 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if p is not None:
             draw = distributions.bernoulli(p)
             return typed(drawn(spec, draw, local, generator), spec)
+        within = ((local >= 0) & (local <= 1)).all()
+        torch._assert_async(within, "bernoulli: p is a probability, from 0 to 1")
         wide = torch.float64 if local.dtype == torch.float64 else torch.float32
         key = key_of(spec, generator)
         u = part(spec, key, distributions.uniform(wide), wide, local.device)
@@ -165,6 +167,10 @@ def normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(std, T):
             with NoTF():
                 torch.empty(0).normal_(0, std)
+        else:
+            std = reduced(std) if isinstance(std, DTensor) else std
+            local = plain(std) if isinstance(std, DTensor) else std
+            torch._assert_async((local >= 0).all(), "normal: std is zero or more")
         model = mean + std if isinstance(std, T) else mean
         noise = torch.randn_like(model, generator=named.get("generator"))
         return noise * std + mean

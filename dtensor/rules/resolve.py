@@ -29,6 +29,7 @@ from dtensor.rules.table import (
     RANDOM_RECURRENT,
     rule_of,
 )
+from dtensor.rules.turned import TURNS, turned
 from dtensor.tensor import DTensor, redistributed
 
 T = torch.Tensor
@@ -142,6 +143,10 @@ def resolve(func: Any) -> Handler:
     else:
         inplace = name.endswith("_") and not name.endswith("__")
         base = name[:-1] if inplace else name
+    if inplace and base in TURNS:
+        op = rule_of(base, False)
+        assert op is not None, "every one has a table entry"
+        return in_order(turned(op))
     op = rule_of(base, inplace)
     gathered = in_order(fallback(name, inplace))
     if name in RANDOM_BODIES.split():
@@ -172,6 +177,8 @@ def resolve(func: Any) -> Handler:
     if name in RANDOM_RECURRENT.split():
         again = gathered if op is None else planned(op)
         return randomness.gathered_random(again, randomness.recurrent_dropout)
+    if op is not None and base in ("to", "type_as"):
+        return lent_dtype(planned(op))
     if op is not None:
         return planned(op)
     if name in COMPOSED:
@@ -184,6 +191,24 @@ def weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     v, g, dim = (*args, kwargs.get("dim", 0))[:3]
     others = None if dim == -1 else [d for d in range(v.ndim) if d != dim % v.ndim]
     return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1))
+
+
+def lent_dtype(handler: Handler) -> Handler:
+    """``x.to(other)``, ``x.type_as(other)``: of a plain tensor the type alone counts."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        other = args[1] if len(args) > 1 else kwargs.get("other")
+        typed = isinstance(args[0], DTensor)
+        if not isinstance(other, T) or typed and isinstance(other, DTensor):
+            return handler(func, args, kwargs)
+        named = {k: v for k, v in kwargs.items() if k != "other"}
+        rest = (other.device, other.dtype, *args[2:])
+        if typed:
+            return handler(T.to, (args[0], *rest), named)
+        with NoTF():
+            return args[0].to(*rest, **named)
+
+    return run
 
 
 def addends_first(handler: Handler) -> Handler:

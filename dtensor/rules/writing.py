@@ -16,10 +16,17 @@ import torch
 from dtensor.calls import Call, NoRule, Operand
 from dtensor.collectives.reductions import REDUCTIONS
 from dtensor.custom_placement import CustomPlacement
+from dtensor.errors import ShardingError
 from dtensor.notation import Layout, Letters, Notation
 from dtensor.placement import Partial, Placement, Replicate, Shard, axes_of, normal
 from dtensor.redistribute import plain
-from dtensor.rules.entries import Item, indexed_letters, parsed, picked_dims
+from dtensor.rules.entries import (
+    Item,
+    indexed_letters,
+    parsed,
+    part_of,
+    picked_dims,
+)
 from dtensor.rules.indexing import (
     average,
     checked,
@@ -131,11 +138,12 @@ class Writer:
             entry = i.value if i.place < 0 else place[i.place]
             if i.dim in self.takes:
                 entry = self.takes[i.dim].mine()
-            elif i.kind == "number" and cut_axes(self.spec, i.dim):
-                low, rows = self.spec.block(i.dim)
-                at = in_range(int(entry), self.spec.shape[i.dim], i.dim) - low
-                absent = absent or not 0 <= at < rows
-                entry = at
+            elif i.kind == "number":  # looked at by all, also where it is whole
+                entry = in_range(int(entry), self.spec.shape[i.dim], i.dim)
+                if cut_axes(self.spec, i.dim):
+                    low, rows = self.spec.block(i.dim)
+                    entry -= low
+                    absent = absent or not 0 <= entry < rows
             elif i.kind == "array":
                 entry = tensor_of(entry, x.device)
                 arrays.append((len(local), i.dim, entry))
@@ -248,6 +256,30 @@ def addend_of(value: Any, spec: Spec, dtype: torch.dtype) -> Any:
     return value
 
 
+def check_fits(
+    name: str, x: Operand, index: Any, items: Sequence[Item], value: Operand | None
+) -> None:
+    """Refuse an index out of range and a value of another shape, on every rank alike.
+
+    What a mask picks is not known here; there the shards find out.
+    """
+    if any(i.kind == "mask" for i in items):
+        return
+    part = part_of(x, index).shape
+    if value is None:
+        return
+    given = list(value.shape)
+    while len(given) > len(part) and given[0] == 1:
+        del given[0]
+    ends = zip(reversed(given), reversed(part), strict=False)
+    if len(given) > len(part) or any(n not in (1, m) for n, m in ends):
+        raise ShardingError(
+            f"{name}: the value does not fit what is written, got shape "
+            f"{tuple(value.shape)}, expected one that broadcasts to {tuple(part)}. "
+            "Expand or reshape the value."
+        )
+
+
 def written(
     call: Call,
     index: Any,
@@ -274,10 +306,7 @@ def written(
         raise NoRule("an index of a kind of its own")
     letters = indexed_letters(items, picked_dims(items))
     tensor = value if isinstance(value, Operand) else None
-    if tensor is not None and tensor.ndim > len(letters):
-        lead = tensor.shape[: tensor.ndim - len(letters)]
-        if any(n != 1 for n in lead):
-            return None  # torch says what is wrong
+    check_fits(call.name, x, index, items, tensor)
     places = list(x.placements)
     for axis, p in enumerate(places):
         if isinstance(p, CustomPlacement):
@@ -387,6 +416,12 @@ def select_scatter(call: Call) -> Layout | None:
     dim = call.arg(2, "dim") % max(1, x.ndim)
     index = (slice(None),) * dim + (int(call.arg(3, "index")),)
     call.shapes()
+    if call.operands[1].shape != part_of(x, index).shape:
+        raise ShardingError(
+            f"select_scatter: one row along dim {dim} is written, got shape "
+            f"{tuple(call.operands[1].shape)}, expected "
+            f"{tuple(part_of(x, index).shape)}. Expand or reshape the row."
+        )
     return written(
         call,
         index,
