@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dtensor.custom_placement import CustomPlacement
 from dtensor.mesh.ambient import mesh_or_ambient
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Placement, Replicate, Shard, placed, show
@@ -42,7 +43,9 @@ def fully_shard(
     Call it on the blocks of a model, then on the model: each call makes one unit of
     the parameters that no earlier call inside took. A parameter becomes a DTensor
     ``Shard(0)`` along the axis, inside of the cuts along other axes that
-    ``parallelize_module`` gave it before. When the unit is called its parameters are
+    ``parallelize_module`` gave it before. (One whose dim 0 is cut by ``Sections`` is cut
+    along dim 1; one that has no other dim stays whole, and its gradient is reduced in
+    the leaf bucket.) When the unit is called its parameters are
     gathered, and let go of afterwards; its backward gathers them once more and gives
     each rank its piece of the gradient (ZeRO stage 3; Rajbhandari et al.,
     arXiv:1910.02054, section 5; Zhao et al., arXiv:2304.11277, section 3).
@@ -122,8 +125,8 @@ def fully_shard(
         if key in slots:
             slots[key].places.append(place)
         else:
-            sharded = parameter and one.tensor.ndim > 0
-            slots[key] = Slot(one.full, [place], sharded, key in dynamic)
+            dim = _dim(one.tensor) if parameter else None
+            slots[key] = Slot(one.full, [place], dim, key in dynamic)
     for one in held:
         old, successor = one.tensor, new[id(one.tensor)]
         if slots[id(old)].sharded:
@@ -242,6 +245,18 @@ def _axes(
     return axes
 
 
+def _dim(x: Tensor) -> int | None:
+    """The dim to cut: the first that is not dealt out in a way of its own.
+
+    None where there is none: then every rank of the axis has the parameter.
+    """
+    places = x.placements if isinstance(x, DTensor) else ()
+    dealt = {p.along for p in places if isinstance(p, CustomPlacement)}
+    if None in dealt:
+        return None
+    return next((d for d in range(x.ndim) if d not in dealt), None)
+
+
 def _made(
     held: list[Held], mesh: DeviceMesh, axes: tuple[int, ...], src: int | None
 ) -> tuple[dict[int, Tensor], set[int]]:
@@ -254,9 +269,9 @@ def _made(
             old = one.tensor
             if id(old) in new:
                 continue
-            cut = one.table == "_parameters" and old.ndim > 0
+            dim = _dim(old) if one.table == "_parameters" else None
             if isinstance(old, DTensor):
-                if not cut:
+                if dim is None:
                     new[id(old)] = old
                     continue
                 for axis in axes:
@@ -267,14 +282,14 @@ def _made(
                             f"{show(old.placements)}, expected R there. Choose another "
                             "axis with mesh_dim=."
                         )
-                places = placed(old.placements, axes, Shard(0))
+                places = placed(old.placements, axes, Shard(dim))
                 new[id(old)] = moved(WHAT, one.full, old, places)
                 continue
             plain.add(id(old))
             if "_dtensor_became" in old.__dict__:
                 new[id(old)] = old.__dict__["_dtensor_became"]
                 continue
-            places = placed(whole, axes, Shard(0)) if cut else whole
+            places = placed(whole, axes, Shard(dim)) if dim is not None else whole
             new[id(old)] = laid_out(WHAT, one.full, old, mesh, places, src)
     return new, plain
 

@@ -1,6 +1,6 @@
 """One flat buffer for the parameters of a unit: gathered, and its gradients scattered.
 
-Each rank holds a piece of every parameter, cut along dim 0. What travels lies in the
+Each rank holds a piece of every parameter, cut along one dim. What travels lies in the
 order of the ranks, what a module computes with in the order of the parameters::
 
     rank 0: a0 b0    rank 1: a1 b1     shards
@@ -13,6 +13,7 @@ reduce-scatter. With one parameter the two orders are the same and nothing is co
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,7 +31,8 @@ class Packing:
 
     Args:
         shapes: Shape of each tensor where it is whole (along the ranks of ``comm``).
-        sizes: For each, the length of dim 0 on each rank.
+        sizes: For each, the length of the dim that is cut, on each rank.
+        dims: For each, that dim. In the buffer it is the first one.
         comm: Communicator of the ranks that share them.
     """
 
@@ -38,18 +40,35 @@ class Packing:
         self,
         shapes: Sequence[Sequence[int]],
         sizes: Sequence[Sequence[int]],
+        dims: Sequence[int],
         comm: Communicator,
     ) -> None:
-        self.shapes = [tuple(s) for s in shapes]
+        self.dims = list(dims)
+        # As they lie in the buffer, the dim that is cut in front.
+        self.shapes = [
+            (s[d], *s[:d], *s[d + 1 :])
+            for s, d in zip(map(tuple, shapes), dims, strict=True)
+        ]
         self.sizes = [tuple(s) for s in sizes]
         self.comm = comm
         self.inner = [math.prod(s[1:]) for s in self.shapes]
+        self._count()
+
+    def _count(self) -> None:
         self.counts = [
             sum(cut[r] * n for cut, n in zip(self.sizes, self.inner, strict=True))
-            for r in range(comm.size)
+            for r in range(self.comm.size)
         ]
         self.even = all(len(set(cut)) == 1 for cut in self.sizes)
         self.total = sum(self.counts)
+
+    def part(self, chosen: Sequence[int]) -> Packing:
+        """How some of the tensors lie in a buffer of their own."""
+        found = copy.copy(self)
+        for name in ("shapes", "sizes", "dims", "inner"):
+            setattr(found, name, [getattr(self, name)[i] for i in chosen])
+        found._count()
+        return found
 
     def gather(self, shards: Sequence[T], dtype: torch.dtype) -> T:
         """All tensors, one after another, on every rank.
@@ -62,6 +81,7 @@ class Packing:
             A new buffer. Sends (n-1)/n of its bytes. For a moment two of its size are
             held: what came, and the same in order.
         """
+        shards = self._fronted(shards)
         if len(shards) == 1 and shards[0].dtype is dtype:
             sent = shards[0].reshape(-1)
         else:
@@ -73,16 +93,20 @@ class Packing:
         if len(shards) == 1:
             return came.clone() if came is sent else came
         whole = torch.empty_like(came)
-        for piece, place in self._pairs(came, self.views(whole)):
+        for piece, place in self._pairs(came, self._fronted(self.views(whole))):
             place.copy_(piece)
         return whole
 
     def views(self, whole: T) -> list[T]:
         """The tensors in a buffer. To autograd they are no views of one another."""
         found, at = [], whole.storage_offset()
-        for shape in self.shapes:
+        for shape, dim in zip(self.shapes, self.dims, strict=True):
+            size, stride = list(shape[1:]), list(_strides(shape))
+            step = stride.pop(0)
+            size.insert(dim, shape[0])
+            stride.insert(dim, step)
             x = whole.new_empty(0)
-            x.set_(whole.untyped_storage(), at, shape, _strides(shape))
+            x.set_(whole.untyped_storage(), at, size, stride)
             found.append(x)
             at += math.prod(shape)
         return found
@@ -90,14 +114,14 @@ class Packing:
     def scatter(
         self,
         grads: Sequence[T | None],
-        like: Sequence[tuple[torch.Size, torch.dtype]],
+        like: Sequence[torch.dtype],
         dtype: torch.dtype | None,
     ) -> list[T]:
         """This rank's pieces of the sums of all ranks' tensors; differentiable.
 
         Args:
-            grads: Tensors of ``shapes``; None is zero.
-            like: Shape and dtype of this rank's shards.
+            grads: Whole tensors; None is zero.
+            like: Dtypes of the results.
             dtype: What is summed; that of the tensors by default.
 
         Returns:
@@ -106,8 +130,8 @@ class Packing:
         given = next(g for g in grads if g is not None)
         dtype = given.dtype if dtype is None else dtype
         whole = [
-            given.new_zeros(shape) if g is None else g
-            for g, shape in zip(grads, self.shapes, strict=True)
+            given.new_zeros(shape) if g is None else g.movedim(dim, 0)
+            for g, shape, dim in zip(grads, self.shapes, self.dims, strict=True)
         ]
         if torch.is_grad_enabled() and any(g.requires_grad for g in whole):
             rows = [
@@ -123,11 +147,18 @@ class Packing:
         del whole, grads, given
         if self.comm.size > 1:
             flat = functional.reduce_scatter(flat, self.comm, 0, self.counts)
-        pieces = torch.split(flat, [shape.numel() for shape, _ in like])
-        return [
-            torch.ops.aten._unsafe_view(piece, shape).to(kept)
-            for piece, (shape, kept) in zip(pieces, like, strict=True)
-        ]
+        found, mine = [], self.comm.rank
+        lengths = [cut[mine] * n for cut, n in zip(self.sizes, self.inner, strict=True)]
+        for i, piece in enumerate(torch.split(flat, lengths)):
+            shape = [self.sizes[i][mine], *self.shapes[i][1:]]
+            # No view to autograd: what a leaf gets may be detached in place.
+            piece = torch.ops.aten._unsafe_view(piece, shape).to(like[i])
+            dim = self.dims[i]
+            found.append(piece.movedim(0, dim).contiguous() if dim else piece)
+        return found
+
+    def _fronted(self, xs: Sequence[T]) -> list[T]:
+        return [x.movedim(d, 0) for x, d in zip(xs, self.dims, strict=True)]
 
     def _pairs(self, ranked: T, whole: Sequence[T]) -> Iterator[tuple[T, T]]:
         """Each stretch of a buffer in the order of ranks, and where it belongs."""
@@ -186,12 +217,8 @@ class Gathered(torch.autograd.Function):
         ctx.needs = needs
         ctx.packing = packing
         if not all(needs):
-            ctx.packing = Packing(
-                [s for s, n in zip(packing.shapes, needs, strict=True) if n],
-                [s for s, n in zip(packing.sizes, needs, strict=True) if n],
-                packing.comm,
-            )
-        ctx.like = [(x.shape, x.dtype) for x, n in zip(shards, needs, strict=True) if n]
+            ctx.packing = packing.part([i for i, n in enumerate(needs) if n])
+        ctx.like = [x.dtype for x, n in zip(shards, needs, strict=True) if n]
         ctx.reduce_dtype, ctx.done = reduce_dtype, done
         ctx.set_materialize_grads(False)
         found = packing.views(whole)

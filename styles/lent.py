@@ -23,7 +23,7 @@ class Slot:
     Args:
         full: Its name.
         places: (module, name of the table, name there).
-        sharded: Whether the unit gathers it.
+        dim: The dim that the unit's axes cut; None for what it does not gather.
         dynamic: Whether it is plain in a model whose activations are plain: no style
             sees to that.
     """
@@ -32,11 +32,16 @@ class Slot:
         self,
         full: str,
         places: list[tuple[nn.Module, str, str]],
-        sharded: bool,
+        dim: int | None,
         dynamic: bool,
     ) -> None:
         self.full, self.places = full, places
-        self.sharded, self.dynamic = sharded, dynamic
+        self.dim, self.dynamic = dim, dynamic
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the unit gathers it."""
+        return self.dim is not None
 
     def tensor(self) -> Any:
         """What the module holds now."""

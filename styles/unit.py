@@ -158,9 +158,14 @@ class Unit:
         for dtype, members in rows.items():
             specs = [self._whole(tensors[i]._spec) for i in members]
             parts = [specs[0].mesh.shape[a] for a in self.axes]
-            sizes = [pieces_of(s.local_shape[0], parts) for s in specs]
+            shapes = [s.local_shape for s in specs]
+            dims = [self.slots[i].dim or 0 for i in members]
+            sizes = [
+                pieces_of(shape[dim], parts)
+                for shape, dim in zip(shapes, dims, strict=True)
+            ]
             comm = comm_over(specs[0].world, specs[0].mesh, self.axes)
-            packing = Packing([s.local_shape for s in specs], sizes, comm)
+            packing = Packing(shapes, sizes, dims, comm)
             found.append(_Group(tuple(members), packing, dtype, tuple(specs)))
         self._groups = key, found
         return found
@@ -174,7 +179,7 @@ class Unit:
 
     def _check_cut(self, slot: Slot, spec: Spec) -> None:
         """Pieces of the unit's axes lie inside of those of all other axes."""
-        if axes_of(spec.placements, 0)[-len(self.axes) :] != self.axes:
+        if axes_of(spec.placements, slot.dim or 0)[-len(self.axes) :] != self.axes:
             names = [spec.mesh.axis_name(a) for a in self.axes]
             raise ShardingError(
                 f"fully_shard: {slot.full!r} is no longer cut along {names} last, got "

@@ -23,8 +23,10 @@ from dtensor import (
     DataParallel,
     DeviceMesh,
     DTensor,
+    FusedColwise,
     MixedPrecision,
     Replicate,
+    Rowwise,
     Shard,
     ShardingError,
     count_collectives,
@@ -36,6 +38,7 @@ from dtensor import (
     parallelize_module,
     simulate,
 )
+from dtensor.sections import Sections
 from dtensor.styles.gathering import Packing
 from dtensor.styles.saved import state_of
 from dtensor.styles.unit import UNIT
@@ -591,6 +594,46 @@ def test_tensor_cuts_stay_outermost() -> None:
         layer(distribute_tensor(torch.ones(4, 3), mesh, [S(0), R]))
         assert inside[0].placements == (R, S(0))
         assert torch.equal(inside[0].to_local(), piece)
+
+    simulate(program, ranks=4)
+
+
+def test_fused_projections_are_cut_along_the_other_dim() -> None:
+    """Sections keep dim 0; a bias of sections stays whole along the axis."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(5, 12)
+            self.last = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.first(x).split([6, 6], -1)
+            found: Tensor = self.last(torch.tanh(gate) * up)
+            return found
+
+    torch.manual_seed(0)
+    plain = Net().double()
+    x = torch.randn(4, 5, dtype=torch.float64)
+    plain(x).square().sum().backward()
+
+    def program() -> None:
+        mesh = mesh_of(2, 2, names=("dp", "tp"))
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        plan = {"first": FusedColwise((6, 6), use_local_output=False), "last": Rowwise}
+        parallelize_module(model, mesh, plan)
+        fully_shard(model, mesh)
+        cut = Sections(0, (6, 6))
+        assert model.first.weight.placements == (S(1), cut)
+        assert model.first.bias.placements == (R, cut)
+        assert model.last.weight.placements == (S(0), S(1))
+        fed = distribute_tensor(x, mesh, [S(0), R])
+        with count_collectives() as counted:
+            loss = model(fed).square().sum()
+        assert counted.calls("all_gather", "dp") == 1
+        loss.backward()
+        check_gradients(model, plain)
 
     simulate(program, ranks=4)
 
