@@ -52,6 +52,7 @@ from dtensor.styles.prepare import (
     PrepareModuleOutput,
 )
 from dtensor.styles.replicate import ReplicateParallel
+from dtensor.styles.sampler import ShardSampler
 from dtensor.styles.sequence_parallel import SequenceParallel
 from dtensor.styles.style import Layout, ParallelStyle, Port
 from dtensor.styles.tensor_parallel import (
@@ -94,6 +95,7 @@ __all__ = [
     "Sections",
     "SequenceParallel",
     "Shard",
+    "ShardSampler",
     "ShardingError",
     "arange",
     "calibrate",

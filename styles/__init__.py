@@ -13,6 +13,7 @@ from dtensor.styles.prepare import (
     PrepareModuleOutput,
 )
 from dtensor.styles.replicate import ReplicateParallel
+from dtensor.styles.sampler import ShardSampler
 from dtensor.styles.sequence_parallel import SequenceParallel
 from dtensor.styles.style import Layout, ParallelStyle, Port
 from dtensor.styles.tensor_parallel import (
@@ -39,6 +40,7 @@ __all__ = [
     "Rowwise",
     "RowwiseParallel",
     "SequenceParallel",
+    "ShardSampler",
     "distribute_module",
     "full_state_dict",
     "fully_shard",
