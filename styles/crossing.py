@@ -232,6 +232,13 @@ class Crossing:
     # ---- outputs ---------------------------------------------------------------
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook: outputs in the wanted placements, plain where a style says so."""
+        output = self._left(module, output)
+        parts = 1
+        for axis, layout in self.layouts.items():
+            parts *= self.mesh.shape[axis] if layout.average else 1
+        return output if parts == 1 else averaged(output, parts)
+
+    def _left(self, module: nn.Module, output: Any) -> Any:
         if isinstance(output, Mapping):
             return self._leave_mapping(output, module)
         many = isinstance(output, (tuple, list))
@@ -323,6 +330,38 @@ class Crossing:
         if pieces:
             y.__dict__[PIECE] = ", ".join(pieces)
         return y
+
+
+class Averaged(torch.autograd.Function):
+    """The identity; the cotangent is divided by a number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
+        """A view of ``x``."""
+        ctx.parts = parts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """One share of it."""
+        return grads[0] / ctx.parts, None
+
+
+def averaged(value: Any, parts: int) -> Any:
+    """The same value; cotangents of plain tensors in it are divided by ``parts``."""
+    if isinstance(value, Tensor):
+        if isinstance(value, DTensor) or not value.requires_grad:
+            return value
+        return Averaged.apply(value, parts)  # type: ignore[no-untyped-call]
+    if isinstance(value, Mapping):
+        new = copy.copy(value)
+        for key, x in value.items():
+            new[key] = averaged(x, parts)  # type: ignore[index]
+        return new
+    if isinstance(value, (list, tuple)):
+        items = [averaged(x, parts) for x in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def positional_names(module: nn.Module) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class Layout:
             (None: each rank holds all of the value).
         lent: Other forms of parameters, by name, that the module's own code computes
             with; see ``lending.py``.
+        average: Divide the cotangents of plain outputs by the ranks of the axis.
     """
 
     parameters: Mapping[str, Placement] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Layout:
     outputs: Ports = None
     around: Placement | None = None
     lent: Mapping[str, Lending] = field(default_factory=dict)
+    average: bool = False
 
     def entries(self) -> list[Port]:
         """Ports of what comes in."""
