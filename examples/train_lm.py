@@ -5,12 +5,14 @@
 
 The model is a plain module (gpt.py). A plan says which linears are cut over the axis
 "tp"; the batch is split over the axis "dp". Activations are DTensors, or plain local
-tensors with ``--local-activations``; the numbers are the same.
+tensors with ``--local-activations``; the numbers are the same. docs/training.md says
+when to use which flag.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import time
 from dataclasses import dataclass, field
@@ -32,13 +34,18 @@ from dtensor import (
     get_rank,
     get_world_size,
     init_device_mesh,
+    no_grad_sync,
 )
 from dtensor.collectives.functional import all_reduce
 from dtensor.styles import (
     Colwise,
     ColwiseParallel,
     DataParallel,
+    MixedPrecision,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
+    fully_shard,
     parallelize_module,
 )
 
@@ -59,6 +66,12 @@ class Options:
     dtype: str = "float32"
     seed: int = 0
     local_activations: bool = False
+    fsdp: bool = False
+    sp: bool = False
+    bf16: bool = False
+    accumulate: int = 1
+    clip: float | None = None
+    dropout: float = 0.0
     compare_serial: bool = False
     passages: int = 4
     characters: int = 250
@@ -98,22 +111,57 @@ def make_mesh(text: str) -> DeviceMesh | None:
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def plan_for(mesh: DeviceMesh, local: bool) -> dict[str, Any]:
+def plan_for(mesh: DeviceMesh, local: bool, sp: bool = False) -> dict[str, Any]:
     """Which module lies how; what is not named is replicated.
 
     In every block the first linear of a pair is cut by its outputs and the second by
-    its inputs, so that a pair costs one all-reduce forward and one backward.
+    its inputs, so that a pair costs one all-reduce forward and one backward. With
+    ``sp`` the stream between the pairs is cut along the sequence, and each all-reduce
+    becomes a reduce-scatter and an all-gather.
     """
     axes = mesh.mesh_dim_names or ()
     plan: dict[str, Any] = {}
     if "tp" in axes:
         first = ColwiseParallel() if local else Colwise()
-        second = RowwiseParallel(use_local_output=local)
+        if sp:
+            cut = Shard(1)
+            second = RowwiseParallel(output_layouts=cut, use_local_output=False)
+            plan["blocks.0"] = PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=cut
+            )
+            plan["blocks.*.norm*"] = plan["norm"] = SequenceParallel()
+        else:
+            second = RowwiseParallel(use_local_output=local)
         plan["blocks.*.attention"] = {"qkv": first, "out": second}
         plan["blocks.*.mlp"] = {"up": first, "down": second}
     if "dp" in axes and local:
         plan[""] = DataParallel(mesh_dim="dp")
     return plan
+
+
+def check(options: Options, mesh: DeviceMesh | None) -> None:
+    """Refuse flags that do not fit the mesh, or each other.
+
+    Raises:
+        ValueError: They do not.
+    """
+    axes = mesh.mesh_dim_names or () if mesh is not None else ()
+    if options.fsdp and "dp" not in axes:
+        raise ValueError(
+            f"--fsdp: shards over the axis dp, got a mesh with the axes {list(axes)}. "
+            f"Write for example --mesh dp=4 --fsdp."
+        )
+    if options.sp and ("tp" not in axes or options.local_activations):
+        raise ValueError(
+            f"--sp: cuts DTensors over the axis tp, got a mesh with the axes "
+            f"{list(axes)} and --local-activations {options.local_activations}. Write "
+            f"for example --mesh tp=4 --sp."
+        )
+    if options.accumulate < 1 or options.batch % options.accumulate:
+        raise ValueError(
+            f"--accumulate: must divide the batch, got {options.accumulate} and a batch "
+            f"of {options.batch}. Write for example --batch 16 --accumulate 2."
+        )
 
 
 class Trainer:
@@ -128,6 +176,7 @@ class Trainer:
     def __init__(
         self, options: Options, corpus: Corpus, mesh: DeviceMesh | None
     ) -> None:
+        check(options, mesh)
         self.options, self.corpus, self.mesh = options, corpus, mesh
         self.local = options.local_activations
         torch.manual_seed(options.seed)
@@ -138,10 +187,15 @@ class Trainer:
                 dim=options.dim,
                 layers=options.layers,
                 heads=options.heads,
+                dropout=options.dropout,
             )
         ).to(getattr(torch, options.dtype))
         if mesh is not None:
-            parallelize_module(model, mesh, plan_for(mesh, self.local))
+            parallelize_module(model, mesh, plan_for(mesh, self.local, options.sp))
+            if options.fsdp:
+                precision = MixedPrecision(torch.bfloat16) if options.bf16 else None
+                for unit in (*model.blocks, model):
+                    fully_shard(unit, mesh, "dp", mixed_precision=precision)
         self.model = model
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=options.rate, betas=(0.9, 0.99), weight_decay=0.1
@@ -201,15 +255,28 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         self.optimizer.zero_grad()
-        loss = loss_of(self.model, self.place(tokens), self.place(targets))
-        if self.local:
-            # Each rank averaged over its own piece; gradients add up over the ranks.
-            (loss / self.data_ranks).backward()  # type: ignore[no-untyped-call]
-        else:
-            loss.backward()  # type: ignore[no-untyped-call]
+        total, parts = 0.0, self.options.accumulate
+        for part in range(parts):
+            # Only the last micro-batch reduces the gradients, those of all of them.
+            last = part == parts - 1
+            with contextlib.nullcontext() if last else no_grad_sync():
+                loss = self.loss(tokens.chunk(parts)[part], targets.chunk(parts)[part])
+                # Each rank averages over its own piece of a batch of plain tensors;
+                # gradients add up over the ranks.
+                share = parts * (self.data_ranks if self.local else 1)
+                (loss / share).backward()  # type: ignore[no-untyped-call]
+            total += self.value(loss) / parts
+        if self.options.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()
         self.done += 1
-        return self.value(loss)
+        return total
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a batch that every rank holds whole."""
+        mixed = self.options.bf16 and not (self.options.fsdp and self.mesh is not None)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            return loss_of(self.model, self.place(tokens), self.place(targets))
 
     @torch.no_grad()
     def held_out_loss(self, batch: int = 64) -> float:
@@ -298,6 +365,12 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--dtype", choices=("float32", "float64"), default=default.dtype)
     add("--seed", type=int, default=default.seed)
     add("--local-activations", action="store_true", help="plain tensors in between")
+    add("--fsdp", action="store_true", help="shard parameters and states over dp")
+    add("--sp", action="store_true", help="cut the stream along the sequence over tp")
+    add("--bf16", action="store_true", help="compute in bfloat16, keep masters")
+    add("--accumulate", type=int, default=1, help="micro-batches of a step")
+    add("--clip", type=float, help="largest norm of all gradients together")
+    add("--dropout", type=float, default=default.dropout)
     add("--compare-serial", action="store_true", help="run one process beside it")
     add("--passages", type=int, default=default.passages, help="of the sample")
     add("--characters", type=int, default=default.characters, help="of a passage")
