@@ -18,6 +18,7 @@ from dtensor import (
     Replicate,
     Rowwise,
     Shard,
+    ShardingError,
     init_device_mesh,
     parallelize_module,
     simulate,
@@ -313,4 +314,32 @@ def test_made_before_the_module_is_laid_out() -> None:
             "AdamW.step: holds parameters that were replaced when their module was laid "
             "out, got 4 of 4, expected those of the module as it is now. Make the "
             "optimizer after parallelize_module."
+        )
+
+
+def test_sparse_gradients_are_refused() -> None:
+    """In forward, on all ranks, whatever the layout; without a gradient all is well."""
+
+    def program() -> list[str]:
+        texts = []
+        indices = torch.tensor([1, 3, 3])
+        for p in (R, S, C):
+            weight = torch.nn.Parameter(place(normal((8, 4), 1), LINE, (p,)))
+            with pytest.raises(ShardingError) as error:
+                torch.nn.functional.embedding(indices, weight, sparse=True)
+            texts.append(str(error.value))
+            with torch.no_grad():
+                out = torch.nn.functional.embedding(indices, weight, sparse=True)
+            assert torch.equal(full(out), normal((8, 4), 1)[indices])
+        return texts
+
+    for texts in simulate(program, ranks=4):
+        assert (
+            texts
+            == [
+                "embedding: a DTensor has no sparse gradient, got sparse=True and a weight "
+                "that requires grad. Give sparse=False, and an optimizer of dense gradients: "
+                "Adam in place of SparseAdam."
+            ]
+            * 3
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dtensor.calls import Call, Operand
+from dtensor.errors import ShardingError
 from dtensor.notation import Letters, Notation
 from dtensor.redistribute import plain
 from dtensor.rules.pointwise import broadcast_letters, whole_ones
@@ -29,6 +30,8 @@ def embedding(call: Call) -> Notation:
     def run(ins: list[Spec], outs: list[Spec]) -> Callable[..., Any]:
         spec = ins[0]
         offset, rows = spec.block(0)
+        if sparse:
+            return dense_only
         if rows == spec.shape[0]:
             return lambda func, args, kwargs: func(*args, **kwargs)
 
@@ -56,6 +59,17 @@ def embedding(call: Call) -> Notation:
         linear=[{0}],
         run=run,
     )
+
+
+def dense_only(func: Any, args: Any, kwargs: Any) -> Any:
+    """A sparse gradient is no shard: it cannot be reduced, cut or stepped by."""
+    if plain(args[0]).requires_grad and torch.is_grad_enabled():
+        raise ShardingError(
+            "embedding: a DTensor has no sparse gradient, got sparse=True and a weight "
+            "that requires grad. Give sparse=False, and an optimizer of dense "
+            "gradients: Adam in place of SparseAdam."
+        )
+    return func(*args, **kwargs)
 
 
 def check_range(indices: torch.Tensor, rows: int) -> None:
