@@ -77,7 +77,10 @@ class Bridge:
         for table in tables:
             for name, held in table.items():
                 if isinstance(held, DTensor) and held.device_mesh is self.mesh:
-                    plain = held.to_local(grad_placements=grads)
+                    whole = held
+                    if not all(p.is_replicate() for p in held.placements):
+                        whole = held.redistribute([Replicate()] * self.mesh.ndim)
+                    plain = whole.to_local(grad_placements=grads)
                     lent.append((table, name, held, plain))
         for table, name, _, plain in lent:
             table[name] = plain

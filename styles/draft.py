@@ -173,8 +173,11 @@ class Draft:
         """A module that runs on plain copies cannot hold a sharded tensor."""
         bridged = {id(m) for m in self.bridged()}
         for held in self.held:
-            if id(self.users[id(held.owner)]) not in bridged:
+            user = self.users[id(held.owner)]
+            if id(user) not in bridged:
                 continue
+            if isinstance(user, nn.MultiheadAttention) and user is not held.owner:
+                continue  # its output projection is gathered for the call
             cut = [
                 text
                 for place, text in self.wanted.get(id(held.tensor), {}).values()

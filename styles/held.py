@@ -59,11 +59,18 @@ def held_in(module: nn.Module) -> list[Held]:
 
 
 def parametrizations_of(module: nn.Module) -> list[nn.Module]:
-    """The modules that hold what parametrized weights of a module are computed from."""
-    if not parametrize.is_parametrized(module):
-        return []
-    assert isinstance(module.parametrizations, nn.Module)
-    return list(module.parametrizations.modules())
+    """The modules whose tensors a module's own call uses, without calling them.
+
+    They hold what its parametrized weights are computed from; ``nn.MultiheadAttention``
+    reads the weights of its output projection, too.
+    """
+    found: list[nn.Module] = []
+    if parametrize.is_parametrized(module):
+        assert isinstance(module.parametrizations, nn.Module)
+        found += module.parametrizations.modules()
+    if isinstance(module, nn.MultiheadAttention):
+        found.append(module.out_proj)
+    return found
 
 
 def refresh_weights(module: nn.Module) -> None:
