@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -92,6 +92,8 @@ class Crossing:
                 return x
             if isinstance(x, Tensor):
                 return self._enter(x, ports, around)
+            if where in named and _holds_tensors(x):
+                return _in_each(x, lambda t: self._enter(t, ports, around))
             if where in named and x is not None:
                 raise TypeError(
                     f"{self.name}: the style gives input {where!r} a placement, got "
@@ -378,6 +380,30 @@ def takes_name(module: nn.Module, name: str) -> bool:
         return True
     found = parameters.get(name)
     return found is not None and found.kind is not inspect.Parameter.POSITIONAL_ONLY
+
+
+def _holds_tensors(x: Any) -> bool:
+    """Whether an argument is a tensor, or has some in its tuples, lists and dicts."""
+    if isinstance(x, Mapping):
+        x = list(x.values())
+    if isinstance(x, (tuple, list)):
+        return any(_holds_tensors(item) for item in x)
+    return isinstance(x, Tensor)
+
+
+def _in_each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """An argument with every tensor inside changed, in containers of the same kinds."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, Mapping):
+        new = copy.copy(x)
+        for key, item in x.items():
+            new[key] = _in_each(item, change)  # type: ignore[index]
+        return new
+    if isinstance(x, (tuple, list)):
+        items = [_in_each(item, change) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    return x
 
 
 def _fuses(places: Placements, axis: int) -> bool:

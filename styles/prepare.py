@@ -17,7 +17,8 @@ class PrepareModuleInput(ParallelStyle):
 
     A plain input is this rank's part of a tensor placed as ``input_layouts`` says; a
     DTensor knows its placements. Both are brought to ``desired_input_layouts``. Inputs
-    whose entry is None are left alone.
+    whose entry is None are left alone. An input that is a tuple, list or dict has one
+    placement for all tensors in it; None in the place of a tensor is passed on.
 
     Args:
         input_layouts: One placement (or None) per positional input; one alone stands

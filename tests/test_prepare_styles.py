@@ -331,3 +331,138 @@ def test_a_module_that_computes_on_local_parts_gets_whole_gradients() -> None:
 
     run(program)
     run(program, ranks=3)
+
+
+# ---- masks, keywords, containers -----------------------------------------------------------
+class Masked(nn.Module):
+    """Attention over heads with a mask, a bias and options that are no tensors."""
+
+    def forward(
+        self,
+        q: Any,
+        mask: Any = None,
+        *,
+        bias: Any = None,
+        rotary: Any = None,
+        options: Any = None,
+        causal: bool = False,
+        scale: float = 1.0,
+    ) -> Any:
+        assert isinstance(causal, bool) and isinstance(scale, float)
+        scores = q @ q.transpose(-2, -1) * scale
+        if bias is not None:
+            scores = scores + bias
+        if rotary is not None:
+            cos, sin = rotary
+            scores = scores * cos + sin
+        if mask is not None:
+            scores = scores.masked_fill(mask.logical_not(), -1e9)
+        if options is not None:
+            scores = scores * options["gain"]
+        return scores.softmax(-1) @ q
+
+
+def masked_inputs(heads: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    mask = make(2, heads, 4, 4) > -1
+    return {
+        "q": make(2, heads, 4, 3),
+        "mask": mask | torch.eye(4, dtype=torch.bool),
+        "bias": make(2, heads, 4, 4),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("local", [False, True], ids=["typed", "local"])
+@pytest.mark.parametrize("place", [S(1), S(0), R], ids=["heads", "batch", "whole"])
+@pytest.mark.parametrize("handed", [R, S(1), S(2)], ids=["whole", "heads", "sequence"])
+def test_masks_go_where_the_queries_are(
+    place: Any, handed: Any, local: bool, ranks: int
+) -> None:
+    """Queries cut by heads or batch; masks are handed in whole, or cut in any way."""
+    given = masked_inputs(4)
+    a = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in given.items()}
+    want = Masked()(a["q"], a["mask"], bias=a["bias"])
+    want.square().sum().backward()
+    style = PrepareModuleInputOutput(
+        input_kwarg_layouts={"q": place, "mask": handed, "bias": handed},
+        desired_input_kwarg_layouts={"q": place, "mask": place, "bias": place},
+        use_local_input=local,
+        output_layouts=(place,),
+        desired_output_layouts=(R,),
+    )
+
+    def program(mesh: DeviceMesh) -> None:
+        def part(x: Tensor, p: Any) -> Tensor:
+            if not isinstance(p, Shard):
+                return x
+            return distribute_tensor(x, mesh, [p]).to_local()
+
+        net = parallelize_module(Masked(), mesh, style)
+        q = part(given["q"], place).clone().requires_grad_()
+        bias = part(given["bias"], handed).clone().requires_grad_()
+        mask = part(given["mask"], handed)
+        got = net(q, mask, bias=bias)
+        assert type(got) is Tensor
+        close(got, want)
+        got.square().sum().backward()
+        for x, name, p in ((q, "q", place), (bias, "bias", handed)):
+            close(x.grad, part(a[name].grad, p))  # type: ignore[arg-type]
+        # By keyword, left out, None; what is no tensor passes.
+        close(net(q, mask=mask, bias=bias, causal=True, scale=1.0), want)
+        plain = Masked()(a["q"])
+        close(net(q, None), plain)
+        close(net(q, None, bias=None), plain)
+
+    if place == S(0) and ranks == 4:
+        return  # a batch of two: see test_every_input_layout for empty parts
+    run(program, ranks=ranks)
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["typed", "local"])
+def test_inputs_in_tuples_and_dicts(local: bool) -> None:
+    """One placement for all tensors in it; the containers stay of their kinds."""
+    q = masked_inputs(4)["q"]
+    g = torch.Generator().manual_seed(1)
+    cos, sin, gain = (torch.randn(4, 1, 4, generator=g).double() for _ in range(3))
+    Pair = namedtuple("Pair", "cos sin")
+    a = [t.clone().requires_grad_() for t in (cos, sin, gain)]
+    want = Masked()(q, rotary=(a[0], a[1]), options={"gain": a[2]})
+    want.square().sum().backward()
+    style = PrepareModuleInput(
+        input_layouts=(S(1), None),
+        desired_input_layouts=(S(1), None),
+        input_kwarg_layouts={"rotary": R, "options": R},
+        desired_input_kwarg_layouts={"rotary": S(0), "options": S(0)},
+        use_local_output=local,
+    )
+
+    def program(mesh: DeviceMesh) -> None:
+        net = parallelize_module(Masked(), mesh, style)
+        mine_of = mine(q, mesh, 1)
+        seen = []
+        net.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+        )
+        for make in (tuple, list, lambda pair: Pair(*pair)):
+            b = [t.clone().requires_grad_() for t in (cos, sin, gain)]
+            options = {"gain": b[2], "name": "x", "none": None}
+            got = net(mine_of, None, rotary=make(b[:2]), options=options)
+            assert type(seen[-1]["rotary"]) is type(make(b[:2]))
+            assert seen[-1]["options"]["name"] == "x"
+            assert options["gain"] is b[2]  # the caller's dict is left alone
+            whole = got if not local else DTensor.from_local(got, mesh, [S(1)])
+            close(whole, want)
+            whole.square().sum().backward()
+            for x, y in zip(b, a, strict=True):
+                close(x.grad, y.grad)
+        with pytest.raises(
+            TypeError, match="gives input 'rotary' a placement, got tup"
+        ):
+            net(mine_of, None, rotary=(1.0, 2.0))
+
+    run(program)

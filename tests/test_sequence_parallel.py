@@ -19,11 +19,13 @@ from dtensor import (
     count_collectives,
     distribute_tensor,
     init_device_mesh,
+    manual_seed,
     simulate,
 )
 from dtensor.styles import (
     Colwise,
     ColwiseParallel,
+    DataParallel,
     ReplicateParallel,
     RowwiseParallel,
     SequenceParallel,
@@ -160,3 +162,168 @@ def test_siblings_share_what_is_brought_to_them() -> None:
             close(model(WHOLE), serial(WHOLE))
 
     run(program)
+
+
+# ---- a block -----------------------------------------------------------------------------
+class Block(nn.Module):
+    """Two halves on a residual stream; the dropout is on the stream's side of each."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        for half in "ab":
+            self.add_module(f"norm_{half}", nn.LayerNorm(6))
+            self.add_module(f"up_{half}", nn.Linear(6, 8))
+            self.add_module(f"down_{half}", nn.Linear(8, 6))
+            self.add_module(f"drop_{half}", nn.Dropout(drop))
+
+    def forward(self, x: Any) -> Any:
+        for half in "ab":
+            norm, up, down, drop = (
+                self.get_submodule(f"{name}_{half}")
+                for name in ("norm", "up", "down", "drop")
+            )
+            x = x + drop(down(torch.tanh(up(norm(x)))))
+        return x
+
+
+def block(drop: float = 0.0) -> Block:
+    torch.manual_seed(0)
+    made = Block(drop).double()
+    for name, p in made.named_parameters():
+        if name.startswith("norm"):
+            nn.init.normal_(p)
+    return made
+
+
+def plan_of(sequence: bool, local: bool, drop: bool) -> dict[str, Any]:
+    stream = S(1) if sequence else R
+    plan: dict[str, Any] = {
+        "up_*": ColwiseParallel(input_layouts=stream, use_local_output=local),
+        "down_*": RowwiseParallel(output_layouts=stream, use_local_output=local),
+    }
+    if sequence:
+        plan["norm_*"] = SequenceParallel(use_local_output=local)
+        if drop:
+            plan["drop_*"] = SequenceParallel(use_local_output=local)
+    return plan
+
+
+def stream_of(
+    whole: Tensor, mesh: DeviceMesh, sequence: bool, local: bool
+) -> tuple[Tensor, Callable[[Any], Any]]:
+    """The input as a rank has it, and what makes a result of the same layout whole."""
+    places: list[Any] = [S(1) if sequence else R]
+    if mesh.ndim > 1:
+        places = [S(0), *places]
+    typed = distribute_tensor(whole, mesh, places)
+    if not local:
+        return typed.requires_grad_(), lambda y: y
+
+    def joined(y: Any) -> Any:
+        assert type(y) is Tensor
+        return DTensor.from_local(y, mesh, places)
+
+    return typed.to_local().clone().requires_grad_(), joined
+
+
+GRIDS = [((2,), ("tp",)), ((4,), ("tp",)), ((2, 2), ("dp", "tp"))]
+
+
+@pytest.mark.parametrize("length", [8, 5, 3])
+@pytest.mark.parametrize("local", [False, True], ids=["typed", "local"])
+@pytest.mark.parametrize(("shape", "names"), GRIDS, ids=str)
+def test_a_block_on_parts_of_the_sequence(
+    shape: tuple[int, ...], names: tuple[str, ...], local: bool, length: int
+) -> None:
+    """Values and all gradients; on uneven and empty parts too."""
+    serial = block()
+    g = torch.Generator().manual_seed(1)
+    whole = torch.randn(4, length, 6, generator=g, dtype=torch.float64)
+    a = whole.clone().requires_grad_()
+    want = serial(a)
+    want.square().sum().backward()
+
+    def program(mesh: DeviceMesh) -> None:
+        model = copy.deepcopy(serial)
+        model.zero_grad()
+        if local and mesh.ndim > 1:
+            parallelize_module(model, mesh, DataParallel())
+        parallelize_module(model, mesh, plan_of(True, local, False))
+        x, joined = stream_of(whole, mesh, True, local)
+        y = model(x)
+        close(joined(y), want)
+        y.square().sum().backward()
+        close(joined(x.grad), a.grad)
+        for name, p in serial.named_parameters():
+            q = model.get_parameter(name)
+            assert isinstance(q.grad, DTensor)
+            assert q.grad.placements == q.placements  # type: ignore[attr-defined]
+            close(q.grad, p.grad)
+
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    simulate(program, mesh.size(), args=(mesh,))
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["typed", "local"])
+def test_all_reduces_become_gathers_and_scatters_of_the_same_bytes(local: bool) -> None:
+    whole = torch.randn(2, 8, 6, dtype=torch.float64)
+    compared = 4 if local else 0  # lengths of the plain parts at norms and linears
+
+    def counted(mesh: DeviceMesh, sequence: bool) -> tuple[Any, Any]:
+        model = block()
+        parallelize_module(model, mesh, plan_of(sequence, local, False))
+        x, _ = stream_of(whole, mesh, sequence, local)
+        with count_collectives() as forward:
+            y = model(x)
+        with count_collectives() as backward:
+            y.sum().backward()
+        return forward, backward
+
+    def program(mesh: DeviceMesh) -> None:
+        one, back = counted(mesh, False)
+        assert one.calls() == one.calls("all_reduce") == 2
+        parts, parts_back = counted(mesh, True)
+        activation = 2 * 8 * 6 * 8
+        assert one.bytes() == 2 * activation * 2 * 3 // 4
+        assert parts.calls("all_reduce") == 0
+        assert parts.calls("reduce_scatter") == 2
+        assert parts.calls("all_gather") == 2 + compared
+        assert parts.bytes("reduce_scatter") == 2 * activation * 3 // 4
+        extra = parts.bytes() - one.bytes()
+        assert extra == 0 if not local else 0 < extra < compared * 1024
+        # Backward: the transposes, and one bucket of all leaves that are replicated.
+        assert parts_back.calls("reduce_scatter") == parts_back.calls("all_gather") == 2
+        assert parts_back.calls("all_reduce") == 1
+        leaves = 2 * (6 + 6 + 6)  # weights and biases of norms, biases of rowwise
+        assert parts_back.bytes("all_reduce") == leaves * 8 * 2 * 3 // 4
+        moved = parts_back.bytes() - parts_back.bytes("all_reduce")
+        assert moved == 2 * activation * 2 * 3 // 4
+        assert back.calls("all_reduce") >= 2
+
+    run(program, ranks=4)
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["typed", "local"])
+def test_dropout_on_parts_of_the_sequence_is_one_sample(local: bool) -> None:
+    """The mask is the one of one rank, cut; equally seeded ranks do not repeat it."""
+    serial = block(0.5)
+    g = torch.Generator().manual_seed(1)
+    whole = torch.randn(2, 5, 6, generator=g, dtype=torch.float64)
+
+    def program(mesh: DeviceMesh) -> list[Tensor]:
+        model = copy.deepcopy(serial)
+        parallelize_module(model, mesh, plan_of(True, local, True))
+        manual_seed(7)
+        torch.manual_seed(7)
+        x, joined = stream_of(whole, mesh, True, local)
+        y = model(x)
+        y.square().sum().backward()
+        found = [joined(y), joined(x.grad), *(p.grad for p in model.parameters())]
+        return [t.full_tensor().detach() for t in found]
+
+    (want,) = run(program, ranks=1)
+    assert not torch.equal(want[0], copy.deepcopy(serial).eval()(whole))
+    for ranks in (2, 4):
+        for got in run(program, ranks=ranks):
+            for t, u in zip(got, want, strict=True):
+                close(t, u)

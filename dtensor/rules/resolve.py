@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
 
-from dtensor.calls import name_of
+from dtensor.calls import first_spec, name_of
 from dtensor.dispatch import planned
 from dtensor.errors import ShardingError
 from dtensor.fallback import fallback
@@ -155,6 +155,8 @@ def resolve(func: Any) -> Handler:
         again = planned(op) if op is not None and name in RE_ENTERING else gathered
         if name in WITHOUT_ADDENDS:
             return addends_first(opened(func, again))
+        if name == "multi_head_attention_forward":
+            return with_whole_masks(opened(func, again))
         return opened(func, again)
     if name in RANDOM_FILL.split():
         return in_order(randomness.random_fill)
@@ -207,6 +209,27 @@ def lent_dtype(handler: Handler) -> Handler:
             return handler(T.to, (args[0], *rest), named)
         with NoTF():
             return args[0].to(*rest, **named)
+
+    return run
+
+
+def with_whole_masks(handler: Handler) -> Handler:
+    """Plain masks of ``multi_head_attention_forward`` are whole values.
+
+    Its callers turn masks of bools into numbers, and its body compares their shapes
+    with those of the whole attention, so no shard can be meant.
+    """
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        spec = first_spec(args, kwargs)
+        whole = {
+            name: DTensor.from_local(
+                mask, spec.mesh, spec.replicated().placements, run_check=False
+            )
+            for name in ("attn_mask", "key_padding_mask")
+            if isinstance(mask := kwargs.get(name), T) and not isinstance(mask, DTensor)
+        }
+        return handler(func, args, kwargs | whole)
 
     return run
 
