@@ -272,7 +272,7 @@ def check_dtype(what: str, dtype: torch.dtype, placements: Placements) -> None:
                 reduction(what, p.reduce_op, dtype)
             except TypeError as e:
                 raise ShardingError(
-                    f"{what}: {p} has no meaning for {dtype}. Convert first: "
+                    f"{what}: placement {p} has no meaning for {dtype}. Convert first: "
                     f"x.to(torch.float32) or x.to(torch.int64). ({e})"
                 ) from None
 
@@ -355,7 +355,9 @@ def _agreed_shape(
 ) -> tuple[int, ...]:
     """Global shape from all shards; every rank sees all and judges alike."""
     if local.ndim > MAX_DIMS:
-        raise ValueError(f"from_local: more than {MAX_DIMS} dims, got {local.ndim}.")
+        raise ShardingError(
+            f"from_local: shards of more than {MAX_DIMS} dims, got {local.ndim}."
+        )
     dtypes = sorted({str(d) for d in vars(torch).values() if type(d) is torch.dtype})
     given = [] if shape is None else [int(n) for n in shape]
     row = [local.ndim, dtypes.index(str(local.dtype)), int(local.requires_grad)]
@@ -380,7 +382,9 @@ def _agreed_shape(
                 f"with shapes {listed}. Hand in shards that agree."
             )
     if len({tuple(r[4 + MAX_DIMS :]) for r in table}) > 1:
-        raise ShardingError("from_local: the ranks disagree on shape=. Give one shape.")
+        raise ShardingError(
+            f"from_local: the ranks of {mesh!r} disagree on shape=. Give one shape."
+        )
     coordinates = [mesh.coordinate_of(rank) for rank in mesh.ranks]
     if shape is None:
         sizes = []

@@ -157,7 +157,7 @@ def _replicate_rest(
             raise ValueError(
                 f"{WHAT}: tied parameters must lie alike, got "
                 f"{show(first.placements)} for {other.full!r} and "
-                f"{show(held.tensor.placements)} for {held.full!r}. Lay both out alike "
+                f"{show(held.tensor.placements)} for {held.full!r}. Give both one placement "
                 f"in partition_fn, or untie them first."
             )
     whole = [Replicate()] * mesh.ndim

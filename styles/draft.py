@@ -144,7 +144,7 @@ class Draft:
             raise ValueError(
                 f"{WHAT}: tied parameters must lie alike, got "
                 f"{wants[axis][1]} and {asked} on axis {self.mesh.axis_name(axis)!r}. "
-                f"Choose styles that agree, or untie the parameters first."
+                f"Choose styles with one placement, or untie the parameters first."
             )
         wants[axis] = placement, asked
 
@@ -190,7 +190,7 @@ class Draft:
                 raise ValueError(
                     f"{WHAT}: {held.full!r} is tied to a parameter that "
                     f"is cut ({' and '.join(cut)}), but its module has no style and "
-                    f"would run on a piece. Give that module a style that cuts it alike."
+                    f"would run on a piece. Give that module a style with that placement."
                 )
 
     # ---- second step: make the new tensors ---------------------------------------

@@ -11,6 +11,7 @@ from guard_helpers import gen, lay, line, ranks, refused, same
 from torch import nn
 
 from dtensor import (
+    DeviceMesh,
     Partial,
     Replicate,
     Shard,
@@ -158,3 +159,32 @@ def test_flatten_goes_by_its_old_name_too() -> None:
     """PyTorch's programs say ``mesh._flatten``."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert mesh._flatten("all") is mesh.flatten("all")
+
+
+@ranks(2)
+def test_what_a_pad_puts_in_belongs_to_the_plan() -> None:
+    """Addends padded with zero, then with one: the plan of the first was taken."""
+    with redistribution("allow"):
+        x = lay(gen(4, 6), Partial())
+        for value in (0.0, 1.0, 0.0, 2.5):
+            want = torch.nn.functional.pad(gen(4, 6), (1, 2), value=value)
+            same(torch.nn.functional.pad(x, (1, 2), value=value), want, value)
+            same(torch.constant_pad_nd(x, (1, 2), value), want, value)
+
+
+@ranks(3)
+def test_ranks_outside_follow_views_in_place_and_have_no_numbers() -> None:
+    """Their placeholders get the layout; a number of theirs was an obscure error."""
+    mesh = DeviceMesh("cpu", [0, 2])
+    x = distribute_tensor(gen(4, 6), mesh, [Shard(0)]).requires_grad_()
+    y = x * 2
+    y.t_().unsqueeze_(0)
+    assert y.shape == (1, 6, 4)
+    loss = (y * y).sum()
+    loss.backward()
+    if mesh.get_coordinate() is None:
+        refused("this rank is outside", loss.item)
+        refused("this rank is outside", lambda: bool(loss > 0))
+    else:
+        assert loss.item() == pytest.approx(float((gen(4, 6) * 2).square().sum()))
+        same(x.grad, 8 * gen(4, 6))

@@ -102,6 +102,10 @@ VALUES = set(
     allclose __contains__ numel_ __nonzero__ __long__
     """.split()
 )
+# Those of them that give one number.
+NUMBERS = set(
+    "item __bool__ __float__ __int__ __index__ __complex__ is_nonzero".split()
+)
 
 
 RANDOM_OPS: dict[str, Handler] = {
@@ -261,8 +265,15 @@ def local_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def whole_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Ask the whole value; every rank of the mesh must ask (it may communicate)."""
     plains = []
+    name = name_of(func)
     for a in args:
         if isinstance(a, DTensor):
+            if a._spec.coordinate is None and name in NUMBERS:
+                raise ShardingError(
+                    f"{name}: this rank is outside of {a._spec.mesh!r} and has no value "
+                    "of it. Ask on the ranks of the mesh: `if mesh.get_coordinate() is "
+                    "not None:`."
+                )
             a = plain(redistributed(a, a._spec.replicated())).detach()
         plains.append(a)
     kwargs = {

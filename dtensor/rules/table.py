@@ -454,7 +454,7 @@ def rule_of(name: str, inplace: bool) -> Op | None:
         return None
     ours = getattr(rule, "__module__", "").partition(".")[0] == "dtensor"
     typed = name in TYPED or not ours  # a user's rule may read anything
-    floats = "upsample" in name or not ours  # scale factors
+    floats = "upsample" in name or "pad" in name or not ours  # scale factors, fills
     return Op(name, rule, name not in NUMBERLESS, inplace, typed, floats)
 
 

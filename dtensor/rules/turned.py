@@ -49,7 +49,9 @@ def turned(op: Op) -> Handler:
         with NoTF():
             if x._spec.coordinate is None:
                 with torch.no_grad():
-                    x.set_(x.untyped_storage(), 0, plan.out.local_shape)
+                    torch._C.TensorBase.set_(
+                        x, x.untyped_storage(), 0, plan.out.local_shape
+                    )
             elif plan.run is not None:
                 plan.run(func, args, kwargs)
             else:
