@@ -1,8 +1,8 @@
 """The communicator callers see: checks arguments, counts, and prepares buffers.
 
-A backend's channel below it gets contiguous host tensors of dtypes it can reduce, and
-never sees an axis of one rank. Whatever is refused is refused from arguments that are
-the same on all ranks, before anything is sent.
+A backend's channel below it gets contiguous tensors of dtypes it can reduce, in memory
+that it can read, and never sees an axis of one rank. Whatever is refused is refused
+from arguments that are the same on all ranks, before anything is sent.
 """
 
 from __future__ import annotations
@@ -50,9 +50,21 @@ class CheckedCommunicator:
         axis: Label for messages and counts.
         channel: The backend's channel, or an ``Alone`` where there is one rank.
         tally: Where calls are counted.
+        device: The channel of tensors on the ranks' devices, None where these are
+            copied to the host and back. Objects always go over ``channel``.
     """
 
-    __slots__ = ("_channel", "_sequencer", "_tally", "axis", "rank", "ranks", "size")
+    __slots__ = (
+        "_channel",
+        "_device",
+        "_near",
+        "_sequencer",
+        "_tally",
+        "axis",
+        "rank",
+        "ranks",
+        "size",
+    )
 
     def __init__(
         self,
@@ -61,6 +73,7 @@ class CheckedCommunicator:
         axis: str,
         channel: Channel | Alone,
         tally: Tally,
+        device: Channel | None = None,
     ) -> None:
         self.ranks = ranks
         self.rank = ranks.index(world_rank)
@@ -68,6 +81,9 @@ class CheckedCommunicator:
         self.axis = axis
         self._sequencer = channel
         self._channel: Channel | None = None if isinstance(channel, Alone) else channel
+        self._device = self._channel if device is None else device
+        reads_host = device is not None and device.kind == "cpu"
+        self._near = device if reads_host else self._channel
         self._tally = tally
 
     def __repr__(self) -> str:
@@ -79,11 +95,12 @@ class CheckedCommunicator:
         n = self.size
         sent = 2 * (n - 1) * x.numel() * x.element_size() // n
         call = self._call("all_reduce", x, sent, (("op", op),), same_shape=True)
-        channel = self._channel
+        channel = self._near if x.is_cpu else self._device
         if channel is None:
             return _copy(x)
-        wide, row = _to_wire(x, row)
-        return _from_wire(channel.all_reduce(call, wide, row), x, op, n)
+        wide, row = _to_wire(x, row, channel)
+        out = channel.all_reduce(call, wide, row)
+        return _from_wire(out, x, op, n, row)
 
     def all_gather(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Join the elements of all ranks; see ``Communicator``."""
@@ -91,10 +108,10 @@ class CheckedCommunicator:
         self._same("all_gather", "elements of x", x.numel(), counts[self.rank])
         sent = (self.size - 1) * sum(counts) * x.element_size() // self.size
         call = self._call("all_gather", x, sent, (("counts", counts),))
-        channel = self._channel
+        channel = self._near if x.is_cpu else self._device
         if channel is None:
             return _copy(x).view(-1)
-        return _back(channel.all_gather(call, _host(x), counts), x)
+        return _back(channel.all_gather(call, _ready(x, channel), counts), x)
 
     def reduce_scatter(
         self, x: torch.Tensor, counts: Sequence[int], op: str = "sum"
@@ -107,11 +124,12 @@ class CheckedCommunicator:
         sent = (n - 1) * x.numel() * x.element_size() // n
         agree = (("op", op), ("counts", counts))
         call = self._call("reduce_scatter", x, sent, agree)
-        channel = self._channel
+        channel = self._near if x.is_cpu else self._device
         if channel is None:
             return _copy(x).view(-1)
-        wide, row = _to_wire(x, row)
-        return _from_wire(channel.reduce_scatter(call, wide, counts, row), x, op, n)
+        wide, row = _to_wire(x, row, channel)
+        out = channel.reduce_scatter(call, wide, counts, row)
+        return _from_wire(out, x, op, n, row)
 
     def all_to_all(
         self,
@@ -127,20 +145,22 @@ class CheckedCommunicator:
         self._same("all_to_all", "own stretch sent", own, recv_counts[self.rank])
         sent = (x.numel() - own) * x.element_size()
         call = self._call("all_to_all", x, sent)
-        channel = self._channel
+        channel = self._near if x.is_cpu else self._device
         if channel is None:
             return _copy(x).view(-1)
-        return _back(channel.all_to_all(call, _host(x), send_counts, recv_counts), x)
+        return _back(
+            channel.all_to_all(call, _ready(x, channel), send_counts, recv_counts), x
+        )
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         """The tensor of position ``root``; see ``Communicator``."""
         root = self._position("broadcast", "root", root)
         sent = (self.size - 1) * x.numel() * x.element_size() // self.size
         call = self._call("broadcast", x, sent, (("root", root),), same_shape=True)
-        channel = self._channel
+        channel = self._near if x.is_cpu else self._device
         if channel is None:
             return _copy(x)
-        return _back(channel.broadcast(call, _host(x), root), x)
+        return _back(channel.broadcast(call, _ready(x, channel), root), x)
 
     def permute(
         self, x: torch.Tensor, dest: int | None, source: int | None, count: int
@@ -163,10 +183,10 @@ class CheckedCommunicator:
         call = self._call("permute", x, sent)
         if dest == self.rank and source == self.rank:
             self._same("permute", "count from itself", count, x.numel())
-        channel = self._channel
+        channel = self._near if x.is_cpu else self._device
         if channel is None:
             return _copy(x).view(-1) if source is not None else x.new_empty(0)
-        return _back(channel.permute(call, _host(x), dest, source, count), x)
+        return _back(channel.permute(call, _ready(x, channel), dest, source, count), x)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """The objects of all ranks, pickled; see ``Communicator``."""
@@ -192,8 +212,8 @@ class CheckedCommunicator:
     def barrier(self) -> None:
         """Wait until every rank of the axis is here; see ``Communicator``."""
         call = self._call("barrier", None, 0)
-        if self._channel is not None:
-            self._channel.barrier(call)
+        if self._device is not None:
+            self._device.barrier(call)
 
     # --------------------------------------------------------------------- checks
     def _call(
@@ -249,8 +269,8 @@ class CheckedCommunicator:
         return position
 
 
-def _host(x: torch.Tensor) -> torch.Tensor:
-    """The values of ``x`` as a contiguous detached tensor in host memory."""
+def _ready(x: torch.Tensor, channel: Channel) -> torch.Tensor:
+    """The values of ``x``, contiguous, detached, in memory that ``channel`` reads."""
     if x.layout is not torch.strided or x.dtype in _QUANTIZED or x.is_meta:
         raise TypeError(
             f"collective: the tensor has no plain buffer, got layout {x.layout} on "
@@ -259,7 +279,7 @@ def _host(x: torch.Tensor) -> torch.Tensor:
     x = x.detach()
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
-    if not x.is_cpu:
+    if channel.kind == "cpu" and not x.is_cpu:
         x = x.cpu()
     if x._is_zerotensor():  # a gradient known to be zero, without memory
         return x.clone()
@@ -273,34 +293,39 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 
 def _back(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The result on the device of the input."""
-    return out if x.is_cpu else out.to(x.device)
+    return out if x.is_cpu or not out.is_cpu else out.to(x.device)
 
 
-def _to_wire(x: torch.Tensor, row: Reduction) -> tuple[torch.Tensor, Reduction]:
+def _to_wire(
+    x: torch.Tensor, row: Reduction, channel: Channel
+) -> tuple[torch.Tensor, Reduction]:
     """The tensor in a dtype that backends can fold, and the fold to use on it."""
-    host = _host(x)
-    if row.name == "avg":
-        row = REDUCTIONS["sum"]
+    ready = _ready(x, channel)
     dtype = x.dtype
+    if row.name == "avg" and not channel.averages:
+        row = REDUCTIONS["sum"]
     if dtype in _WIDE:
-        host = host.to(_WIDE[dtype])
+        if dtype not in channel.short:
+            ready = ready.to(_WIDE[dtype])
     elif dtype is torch.bool:
-        host = host.view(torch.uint8)
+        ready = ready.view(torch.uint8)
     elif dtype in _SIGNED:
         if row.name not in ("max", "min"):
-            host = host.view(_SIGNED[dtype])
+            ready = ready.view(_SIGNED[dtype])
         elif dtype is torch.uint64:
             # Flipping the top bit maps the order of uint64 to that of int64.
-            host = host.view(torch.int64) ^ torch.iinfo(torch.int64).min
+            ready = ready.view(torch.int64) ^ torch.iinfo(torch.int64).min
         else:
-            host = host.to(torch.int64)
-    return host, row
+            ready = ready.to(torch.int64)
+    return ready, row
 
 
-def _from_wire(out: torch.Tensor, x: torch.Tensor, op: str, n: int) -> torch.Tensor:
+def _from_wire(
+    out: torch.Tensor, x: torch.Tensor, op: str, n: int, row: Reduction
+) -> torch.Tensor:
     """Undo ``_to_wire`` on the folded result; an average is divided before rounding."""
     dtype = x.dtype
-    if op == "avg":
+    if op != row.name:  # avg, folded as a sum
         out = out.div_(n)
     if out.dtype is not dtype:
         if dtype is torch.uint64 and op in ("max", "min"):

@@ -4,13 +4,13 @@ A communicator moves buffers between the ranks of one mesh axis. It takes and gi
 plain tensors, and knows nothing of autograd or of distributed tensors.
 
 Two layers: a ``Communicator`` is what callers see; a ``Channel`` is what a backend
-implements, with arguments already checked, contiguous and on the host.
+implements, with arguments already checked and contiguous.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -86,8 +86,9 @@ class Communicator(Protocol):
     Every verb must be called by every rank of the axis, in the same order, with the
     same dtype. ``counts`` are elements per rank of the axis: zero and uneven ones are
     fine. Results are new contiguous tensors on the device of the input; all ranks get
-    the same bits wherever all get the same value. float16, bfloat16 and the float8
-    types are reduced in float32 and rounded once.
+    the same bits wherever all get the same value. The float8 types are reduced in
+    float32 and rounded once; so are float16 and bfloat16 on the host, while NCCL rounds
+    them after each addition.
 
     Attributes:
         rank: Position of this rank in the axis.
@@ -140,12 +141,26 @@ class Communicator(Protocol):
 
 
 class Channel(Protocol):
-    """What a backend implements: the verbs on checked, contiguous host tensors."""
+    """What a backend implements: the verbs on checked, contiguous tensors.
+
+    Attributes:
+        sequence: Number of the last call.
+        kind: Kind of device whose memory it reads; ``"cpu"``: others' is copied first.
+        averages: Whether it folds an average; otherwise it gets a sum in its place.
+        short: Floats of 16 bits and less that it folds as they are; others arrive
+            widened.
+    """
 
     sequence: int
 
+    @property
+    def kind(self) -> str: ...
+
+    averages: ClassVar[bool]
+    short: ClassVar[frozenset[torch.dtype]]
+
     def all_reduce(self, call: Call, x: torch.Tensor, row: Reduction) -> torch.Tensor:
-        """Fold; avg arrives as a sum."""
+        """Fold."""
 
     def all_gather(
         self, call: Call, x: torch.Tensor, counts: tuple[int, ...]

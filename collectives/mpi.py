@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -134,6 +134,11 @@ def start() -> Any:
 def finished() -> dict[tuple[int, ...], int]:
     """Number of the last call this process came back from, by ranks of the call."""
     return dict(_library.finished)
+
+
+def note_finished(ranks: tuple[int, ...], sequence: int) -> None:
+    """A call that needs this rank no more, though it was not made over MPI."""
+    _library.finished[ranks] = sequence
 
 
 class LeaveChannel:
@@ -252,6 +257,10 @@ class MPIChannel:
         comm: Communicator of the axis, its ranks in axis order.
         ranks: Their world ranks.
     """
+
+    kind: ClassVar[str] = "cpu"
+    averages: ClassVar[bool] = False
+    short: ClassVar[frozenset[torch.dtype]] = frozenset()
 
     def __init__(self, module: Any, comm: Any, ranks: tuple[int, ...]) -> None:
         self.sequence = 0

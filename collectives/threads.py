@@ -14,7 +14,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -287,6 +287,10 @@ class ThreadsChannel:
         ranks: World ranks of the axis, in order.
         rank: Position of this rank among them.
     """
+
+    kind: ClassVar[str] = "cpu"
+    averages: ClassVar[bool] = False
+    short: ClassVar[frozenset[torch.dtype]] = frozenset()
 
     def __init__(self, hub: Hub, ranks: tuple[int, ...], rank: int) -> None:
         self.sequence = 0

@@ -1,5 +1,6 @@
 """A distributed tensor runtime: DTensors over MPI and NCCL, with torch's own autograd."""
 
+import dtensor.devices
 import dtensor.grad_scaler
 import dtensor.hooks
 import dtensor.interop

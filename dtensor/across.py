@@ -44,7 +44,7 @@ def to_mesh(x: DTensor, mesh: DeviceMesh, places: Placements) -> DTensor:
     union = tuple(sorted({*spec.mesh.ranks, *mesh.ranks}))
     if spec.world.rank not in union:
         return typed(plain(x).new_empty(goal.local_shape), goal)
-    comm = communicator_of(union, "meshes")
+    comm = communicator_of(union, "meshes", mesh.device_type)
     start = spec.replace(_blocks(spec))
     end = goal.replace(_whole_addends(places))
     local = plain(redistributed(x, start))

@@ -289,7 +289,7 @@ def scatter(tensor: torch.Tensor, spec: Spec, src: int | None) -> torch.Tensor:
                 f"distribute_tensor: src_data_rank is a position in the mesh, got "
                 f"{src}, expected 0 to {mesh.size() - 1}, or None."
             )
-        comm = communicator_of(mesh.ranks, "mesh")
+        comm = communicator_of(mesh.ranks, "mesh", mesh.device_type)
         tensor = comm.broadcast(tensor, src)
     piece = tensor
     for dim in range(spec.ndim):

@@ -234,7 +234,7 @@ def calibrate(
     tiny = best_time(x[:1].clone, repeats)
     measured = torch.tensor([*latency, *per_byte, tiny, copy], dtype=torch.float64)
     if mesh.size() > 1:
-        whole = communicator_of(mesh.ranks, "mesh")
+        whole = communicator_of(mesh.ranks, "mesh", mesh.device_type)
         measured = whole.all_reduce(measured.to(device), "max").cpu()
     numbers = measured.tolist()
     n = mesh.ndim

@@ -197,7 +197,7 @@ def comm_over(world: World, mesh: DeviceMesh, axes: Sequence[int]) -> Communicat
             if all(a in axes or c == mine[a] for a, c in enumerate(at)):
                 rows.append((tuple(at[a] for a in axes), rank))
         ranks = tuple(rank for _, rank in sorted(rows))
-        found = world.memo[key] = communicator_of(ranks, label)
+        found = world.memo[key] = communicator_of(ranks, label, mesh.device_type)
     return found
 
 

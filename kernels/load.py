@@ -31,7 +31,7 @@ LEVELS = 4
 def module() -> Any:
     """The compiled kernels, a CuPy RawModule; None where there is no CuPy."""
     try:
-        import cupy  # type: ignore[import-not-found]
+        import cupy
     except ImportError:
         return None
     return cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, final
 
@@ -21,6 +21,11 @@ from dtensor.mesh import ambient, grid
 from dtensor.mesh.world import current_world
 
 _Key = tuple[str, tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
+
+
+# By kind of device: called by ``init_device_mesh`` with the number of ranks, to raise
+# where this rank has no such device. Layers above, which know the devices, enter it.
+device_checks: dict[str, Callable[[int], None]] = {}
 
 
 class _Interned:
@@ -316,10 +321,17 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """A mesh over the ranks 0, 1, 2, ... in row-major order.
 
+    For ``"cuda"`` the rank takes the GPU of its number on its host, unless the program
+    has used one already; ``DeviceMesh`` makes the mesh alone, and needs no GPU.
+
     Args:
         device_type: Kind of the ranks' devices, ``"cpu"`` or ``"cuda"``.
         mesh_shape: Number of ranks along each axis.
         mesh_dim_names: One name per axis, or None.
+
+    Raises:
+        ValueError, TypeError: The shape or the names are not sound.
+        RuntimeError: This rank has no such device, or lacks what drives it.
 
     Example:
         >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")).size("tp")
@@ -339,7 +351,11 @@ def init_device_mesh(
         )
     shape = tuple(int(n) for n in sizes)
     ranks = tuple(range(math.prod(shape)))
-    return _intern(device_type, shape, ranks, mesh_dim_names, "init_device_mesh")
+    mesh = _intern(device_type, shape, ranks, mesh_dim_names, "init_device_mesh")
+    check = device_checks.get(device_type)
+    if check is not None:
+        check(len(ranks))
+    return mesh
 
 
 def _restore(

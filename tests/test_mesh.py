@@ -129,7 +129,7 @@ def test_it_cannot_be_changed() -> None:
 
 def test_repr() -> None:
     assert repr(GRID) == "DeviceMesh('cpu', (dp=2, tp=3))"
-    assert repr(init_device_mesh("cuda", (4,))) == "DeviceMesh('cuda', (4))"
+    assert repr(DeviceMesh("cuda", [0, 1, 2, 3])) == "DeviceMesh('cuda', (4))"
     assert repr(DeviceMesh("cpu", [2, 0])) == "DeviceMesh('cpu', (2), ranks=(2, 0))"
 
 

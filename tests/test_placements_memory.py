@@ -101,7 +101,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("dtensor.spec.communicator", along)
     monkeypatch.setattr(
-        "dtensor.moves.communicator_of", lambda ranks, label: Wire(ranks, 1)
+        "dtensor.moves.communicator_of", lambda ranks, *_: Wire(ranks, 1)
     )
 
 
@@ -180,7 +180,7 @@ def test_to_another_mesh_in_source_target_and_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "dtensor.across.communicator_of", lambda ranks, label: Wire(ranks, 0)
+        "dtensor.across.communicator_of", lambda ranks, *_: Wire(ranks, 0)
     )
     line, grid = DeviceMesh("cpu", [3, 1, 0, 2]), DeviceMesh("cpu", [[0, 1], [2, 3]])
     spec = spec_of(line, (Shard(0),), (4096, 4096))
