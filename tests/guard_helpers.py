@@ -47,7 +47,7 @@ def ranks(n: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
         def run(**kwargs: Any) -> None:
-            simulate(test, ranks=n, kwargs=kwargs, timeout=30)
+            simulate(test, ranks=n, kwargs=kwargs, timeout=180)
 
         return run
 
