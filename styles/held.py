@@ -41,7 +41,7 @@ class Held:
 
     def put(self, tensor: Tensor) -> None:
         """Hold another one in its place."""
-        if type(self.tensor) is nn.Parameter:
+        if isinstance(self.tensor, nn.Parameter) and tensor is not self.tensor:
             self.tensor._dtensor_replaced = True  # type: ignore[attr-defined]
         getattr(self.owner, self.table)[self.name] = tensor
         refresh_weights(self.owner)
@@ -177,7 +177,6 @@ def moved(what: str, full: str, old: DTensor, places: Sequence[Placement]) -> Te
 def refuse_replaced(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Before a step: an optimizer that was made too early would train nothing."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    held = [p for p in held if type(p) is nn.Parameter]
     lost = [p for p in held if p.grad is None and hasattr(p, "_dtensor_replaced")]
     if lost:
         raise ValueError(

@@ -120,7 +120,7 @@ def place(x: Tensor, mesh: DeviceMesh, way: Way) -> DTensor:
 
 
 def train(way: Way, steps: int = STEPS, **options: Any) -> list[Tensor]:
-    """Losses of some steps of AdamW with accumulation, then all parameters, whole."""
+    """Losses of some steps with accumulation and clipping, then all parameters."""
     mesh = init_device_mesh("cpu", way.shape, mesh_dim_names=way.names)
     model = make_model()
     lay_out(model, mesh, way, **options)
@@ -141,6 +141,7 @@ def train(way: Way, steps: int = STEPS, **options: Any) -> list[Tensor]:
                 else:
                     loss.backward()
                 parts.append(loss.detach().full_tensor())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             losses.append(torch.stack(parts).sum())
     whole = [p.detach().full_tensor() for p in model.parameters()]
