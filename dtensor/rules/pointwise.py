@@ -144,16 +144,29 @@ def prelu(call: Call) -> Notation:
     )
 
 
-def to_floating(call: Call) -> bool:
-    """A cast keeps addends only where it does not round to whole numbers."""
+CASTS = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "cfloat": torch.complex64,
+    "cdouble": torch.complex128,
+    "chalf": torch.complex32,
+}
+
+
+def widening(call: Call) -> bool:
+    """A cast keeps addends only where it rounds none of them: they may cancel."""
+    source, target = call.operands[0].dtype, CASTS.get(call.name)
     for a in (*call.args[1:], *call.kwargs.values()):
-        if isinstance(a, torch.dtype) and not (a.is_floating_point or a.is_complex):
-            return False
-        if isinstance(a, Operand):
-            return a.dtype.is_floating_point or a.dtype.is_complex
         if isinstance(a, str) and call.name == "type":
             return False
-    return True
+        if isinstance(a, (torch.dtype, Operand)):
+            target = a if isinstance(a, torch.dtype) else a.dtype
+    if target is None or target == source:
+        return True
+    same_kind = _exact(source) == _exact(target)
+    return same_kind and torch.promote_types(source, target) == target
 
 
 def without_partial(placements: Placements) -> Placements:
@@ -171,7 +184,7 @@ def built_in(placements: Placements) -> Placements:
 def cast(call: Call) -> Layout:
     """``to``, ``type``, ``type_as``: another tensor only lends its dtype."""
     x = call.operands[0]
-    keeps = to_floating(call)
+    keeps = widening(call)
     keeps = keeps and is_linear(x.placements)
     places = x.placements if keeps else without_partial(x.placements)
     ins = [places, *[o.placements for o in call.operands[1:]]]

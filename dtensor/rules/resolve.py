@@ -14,6 +14,7 @@ from dtensor.errors import ShardingError
 from dtensor.fallback import fallback
 from dtensor.keywords import by_signature
 from dtensor.opened import opened
+from dtensor.placement import Replicate
 from dtensor.redistribute import plain
 from dtensor.registry import HANDLERS, Handler
 from dtensor.rules import randomness
@@ -106,6 +107,8 @@ VALUES = set(
 NUMBERS = set(
     "item __bool__ __float__ __int__ __index__ __complex__ is_nonzero".split()
 )
+# Single steps of recurrent layers.
+CELLS = set("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
 
 
 RANDOM_OPS: dict[str, Handler] = {
@@ -182,7 +185,10 @@ def resolve(func: Any) -> Handler:
         return randomness.attention(planned(op))
     if name in RANDOM_RECURRENT.split():
         again = gathered if op is None else planned(op)
-        return randomness.gathered_random(again, randomness.recurrent_dropout)
+        drops = randomness.recurrent_dropout
+        return from_zero(randomness.gathered_random(again, drops))
+    if name in CELLS:
+        return from_zero(gathered if op is None else planned(op))
     if op is not None and base in ("to", "type_as"):
         return lent_dtype(planned(op))
     if op is not None:
@@ -197,6 +203,26 @@ def weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     v, g, dim = (*args, kwargs.get("dim", 0))[:3]
     others = None if dim == -1 else [d for d in range(v.ndim) if d != dim % v.ndim]
     return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1))
+
+
+def from_zero(handler: Handler) -> Handler:
+    """Take the plain zeros that a recurrent module starts from as whole states."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def whole(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return type(x)(whole(v) for v in x)
+            if type(x) is not T or x.requires_grad or x.is_meta or x.any():
+                return x
+            places = (Replicate(),) * spec.mesh.ndim
+            return DTensor.from_local(x, spec.mesh, places, run_check=False)
+
+        if len(args) > 1 and isinstance(args[0], DTensor):
+            spec = args[0]._spec
+            args = (args[0], whole(args[1]), *args[2:])
+        return handler(func, args, kwargs)
+
+    return run
 
 
 def lent_dtype(handler: Handler) -> Handler:

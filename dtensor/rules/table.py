@@ -46,6 +46,7 @@ from dtensor.rules.norms import dist, norm
 from dtensor.rules.partition import empty_shards
 from dtensor.rules.pointwise import (
     BRANCHES,
+    CASTS,
     FIRST,
     NONE,
     PRODUCT,
@@ -77,7 +78,7 @@ RULES: dict[str, Rule] = {}
 # Ops whose rule does not read integers: they stay out of the cache key.
 NUMBERLESS: set[str] = set()
 # Ops whose rule reads dtypes: a sum that rounds to whole numbers, a cast, is not linear.
-TYPED = set("copy _foreach_copy nansum sum to type type_as".split())
+TYPED = {"copy", "_foreach_copy", "nansum", "sum", "to", "type", "type_as", *CASTS}
 # ... and those that pick: addends of booleans are none.
 TYPED |= set("gather getitem index_select take take_along_dim".split())
 # ... and those that refuse some.

@@ -48,9 +48,10 @@ def turned(op: Op) -> Handler:
             )
         with NoTF():
             if x._spec.coordinate is None:
-                with torch.no_grad():
+                shape = plan.out.local_shape
+                with torch.no_grad():  # not what interop has put in its place
                     torch._C.TensorBase.set_(
-                        x, x.untyped_storage(), 0, plan.out.local_shape
+                        x, x.untyped_storage(), 0, shape, [1] * len(shape)
                     )
             elif plan.run is not None:
                 plan.run(func, args, kwargs)
