@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from guard_helpers import gen, lay, line, ranks, refused, same
 from torch import nn
 
@@ -235,7 +236,7 @@ def test_addends_are_added_before_they_are_rounded() -> None:
     local = torch.tensor([100000.25, -70000.0]) * (1 if rank else -1)
     local = local + torch.tensor([0.25, 1.0]) * rank
     with redistribution("allow"):
-        x = DTensor.from_local(local, mesh, [Partial()])
+        x: Any = DTensor.from_local(local, mesh, [Partial()])
         for dtype in (torch.float16, torch.bfloat16):
             want = torch.tensor([0.25, 1.0]).to(dtype)
             same(x.to(dtype), want)
@@ -243,7 +244,21 @@ def test_addends_are_added_before_they_are_rounded() -> None:
             same(x.half() if dtype == torch.float16 else x.bfloat16(), want)
         assert x.double().placements == (Partial(),)
         assert x.float().placements == (Partial(),)
-        count = DTensor.from_local(
+        count: Any = DTensor.from_local(
             torch.tensor([2**40 + rank]) * (2 * rank - 1), mesh, [Partial()]
         )
         same(count.float(), torch.tensor([1.0]))
+
+
+@ranks(2)
+def test_booleans_that_are_picked_or_added_are_no_addends() -> None:
+    """Rows of a cut table of booleans were to be summed: an obscure error."""
+    table = gen(4, 3) > 0
+    index = torch.tensor([1, 3])
+    with redistribution("allow"):
+        for placement in LAYOUTS:
+            for want in (gen(4, 3), table, gen(4, 3)):
+                x, at = lay(want, placement), index[:, None].expand(2, 3)
+                same(F.embedding(index, x), F.embedding(index, want))
+                same(x.index_add(0, index, x[:2]), want.index_add(0, index, want[:2]))
+                same(x.scatter_add(0, at, x[:2]), want.scatter_add(0, at, want[:2]))

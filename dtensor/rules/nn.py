@@ -48,7 +48,8 @@ def embedding(call: Call) -> Notation:
 
         return masked
 
-    whole: set[Hashable] = {"v"} if sparse or scale else set()
+    gathers = sparse or scale or weight.dtype == torch.bool
+    whole: set[Hashable] = {"v"} if gathers else set()
     if scale:
         whole |= set(lead)
     return Notation(

@@ -25,6 +25,8 @@ from dtensor.spec import Spec
 
 def added(call: Call, source: Any) -> str:
     """How sources meet what is there: ``put`` over it, ``add``ed to it, or ``other``."""
+    if call.operands[0].dtype == torch.bool:  # sums of booleans are none
+        return "other"
     if call.name in ("scatter_add", "index_add"):
         return "add" if isinstance(source, Operand) else "other"
     if call.name in ("scatter", "index_copy"):

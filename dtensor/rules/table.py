@@ -81,6 +81,7 @@ NUMBERLESS: set[str] = set()
 TYPED = {"copy", "_foreach_copy", "nansum", "sum", "to", "type", "type_as", *CASTS}
 # ... and those that pick: addends of booleans are none.
 TYPED |= set("gather getitem index_select take take_along_dim".split())
+TYPED |= set("embedding index_add scatter scatter_add scatter_reduce".split())
 # ... and those that refuse some.
 TYPED |= set("cross_entropy_loss nll_loss_nd".split())
 # ... and those along a cut dim whose small results travel, for some dtypes.
