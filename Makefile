@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
+# CuPy, whose NCCL binding the tests run on a double of NCCL, without a GPU; cuda13 for
+# a torch built for CUDA 13, or nothing: the tests that need it are then skipped.
+CUPY ?= cuda12
+comma := ,
 
 .PHONY: train test sweep sweep-placements fuzz lint bench clean
 
@@ -41,7 +45,7 @@ bench: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check \
-		-c constraints.txt -e '.[mpich,examples,test]'
+		-c constraints.txt -e '.[mpich,examples,test$(addprefix $(comma),$(CUPY))]'
 	touch $(READY)
 
 clean:
