@@ -68,6 +68,11 @@ def fully_shard(
                                one in backward, one reduce-scatter
     =========================  ==========================================================
 
+    Autograd keeps no gathered parameter, but it does keep what is computed from one: the
+    casts of ``torch.autocast`` (``mixed_precision`` gathers in the other dtype instead),
+    or a normed weight. A unit that is called several times is gathered for each call. A
+    checkpointed stretch of several units has all of them open at once in backward.
+
     ``no_grad_sync()`` leaves out the reduction along axes where the parameters are
     replicated. Along this one every backward reduces: to leave it out would be to hold
     whole gradients.

@@ -975,6 +975,53 @@ def test_a_recurrent_model_with_a_norm_of_its_weights() -> None:
     simulate(program, ranks=2)
 
 
+class Thrice(nn.Module):
+    """One layer, called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.layer(x))
+        found: Tensor = self.out(x)
+        return found
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["dtensor", "local"])
+def test_a_unit_that_is_called_several_times(local: bool) -> None:
+    torch.manual_seed(0)
+    plain = Thrice().double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    plain(x).square().sum().backward()
+
+    def program() -> None:
+        mesh = mesh_of(2)
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        fully_shard(model.layer, mesh)
+        fully_shard(model, mesh)
+        fed = x.chunk(2)[mesh.get_local_rank()] if local else place(x, mesh, FSDP)
+        model(fed).square().sum().backward()
+        check_gradients(model, plain)
+
+    simulate(program, ranks=2)
+
+
+def test_ranks_outside_of_the_mesh_pass_by() -> None:
+    def program() -> None:
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+        model = Thrice()
+        fully_shard(model.layer, mesh)
+        fully_shard(model, mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(place(torch.ones(4, 4), mesh, FSDP)).square().sum().backward()
+        optimizer.step()
+
+    simulate(program, ranks=3)
+
+
 def test_local_pieces_with_tensor_parallelism_inside() -> None:
     """Plain activations: parallelize_module sees to them, fully_shard to the rest."""
     from dtensor import ColwiseParallel, RowwiseParallel
