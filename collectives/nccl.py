@@ -74,6 +74,8 @@ _library = _Library()
 # ------------------------------------------------------------- what a machine must have
 def missing_binding() -> str | None:
     """What keeps this process from using NCCL, as a sentence; None if nothing does."""
+    if _library.module is not None:
+        return None
     names = {
         (found.metadata["Name"] or "").lower()
         for found in importlib.metadata.distributions()
@@ -375,6 +377,8 @@ class NCCLChannel:
         stream = streams.current()
         with _library.lock:
             self.check(call)
+            # The first calls of a communicator meet their peers on the host.
+            mpi.activity.enter(call, self.ranks)
             try:
                 module.groupStart()
                 try:
@@ -384,6 +388,8 @@ class NCCLChannel:
             except module.NcclError as error:
                 self.failure = f"NCCL failed: {error}."
                 raise CollectiveError(call, self.failure) from error
+            finally:
+                mpi.activity.leave()
             self.last = call, streams.record(stream), time.monotonic()
             mpi.note_finished(self.ranks, call.sequence)
 

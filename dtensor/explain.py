@@ -225,13 +225,13 @@ def calibrate(
             comm.all_gather(x, counts)
             comm.barrier()
             run = functools.partial(comm.all_gather, x, counts)
-            times.append(best_time(run, repeats))
+            times.append(best_time(run, repeats, device))
         slope = max(1e-13, (times[1] - times[0]) / (large - small))
         per_byte.append(slope)
         latency.append(max(1e-9, times[0] - slope * small))
     x = torch.zeros(large, dtype=torch.uint8, device=device)
-    copy = best_time(x.clone, repeats) / large
-    tiny = best_time(x[:1].clone, repeats)
+    copy = best_time(x.clone, repeats, device) / large
+    tiny = best_time(x[:1].clone, repeats, device)
     measured = torch.tensor([*latency, *per_byte, tiny, copy], dtype=torch.float64)
     if mesh.size() > 1:
         whole = communicator_of(mesh.ranks, "mesh", mesh.device_type)
@@ -245,11 +245,18 @@ def calibrate(
     return table
 
 
-def best_time(run: Callable[[], object], repeats: int) -> float:
-    """The shortest of some runs, in seconds."""
+def best_time(
+    run: Callable[[], object], repeats: int, device: torch.device | None = None
+) -> float:
+    """The shortest of some runs, in seconds; what a GPU was given is waited for."""
     best = math.inf
+    wait = device is not None and device.type == "cuda"
     for _ in range(repeats):
+        if wait:
+            torch.cuda.synchronize(device)
         start = time.perf_counter()
         run()
+        if wait:
+            torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best

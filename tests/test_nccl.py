@@ -168,8 +168,9 @@ def test_a_rank_that_does_not_come_is_an_error(double: str, log: str) -> None:
 
 
 @pytest.mark.mpi
-def test_a_rank_that_ends_early_ends_the_job(double: str, log: str) -> None:
-    done = fault("leaves", double, log, timeout=60)
+@pytest.mark.parametrize("name", ["leaves", "leaves_at_once"])
+def test_a_rank_that_ends_early_ends_the_job(name: str, double: str, log: str) -> None:
+    done = fault(name, double, log, timeout=60)
     assert done.returncode != 0
     text = (
         "all_reduce: rank 0 waits in vain on axis 'tp' in call 6, got rank 1 that ended"
@@ -298,6 +299,7 @@ def wheels(*names: str) -> Any:
 def test_two_builds_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     found = wheels("torch", "cupy-cuda13x", "cupy-cuda12x")
     monkeypatch.setattr(importlib.metadata, "distributions", found)
+    monkeypatch.setattr(nccl._library, "module", None)
     assert nccl.missing_binding() == (
         "two builds of CuPy lie over each other, got cupy-cuda12x and cupy-cuda13x, "
         "expected one. Run `pip uninstall -y cupy-cuda12x cupy-cuda13x`, then install "

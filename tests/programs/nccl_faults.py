@@ -115,6 +115,13 @@ def leaves() -> None:
         streams.synchronize(streams.side())
 
 
+def leaves_at_once() -> None:
+    """The same, where rank 0 waits inside of NCCL, as in the first calls."""
+    comm().all_reduce(torch.ones(3))
+    if rank == 0:
+        comm().all_reduce(torch.ones(3))
+
+
 def late() -> None:
     """Rank 1 is late at its end: rank 0 waits a while, and gives up its communicator."""
     comm().all_reduce(torch.ones(3))
