@@ -154,7 +154,9 @@ def test_check_rule_passes_right_rules() -> None:
 def test_check_rule_names_what_is_wrong() -> None:
     x = eighths(5, 3)
     register_rule("dtensor_test::add", "md,md->md")  # but the sum is over all of y
-    with pytest.raises(RuleBroken, match=r"result 0 placed .* differs.*placed \['R', 'S\(0"):
+    with pytest.raises(
+        RuleBroken, match=r"result 0 placed .* differs.*placed \['R', 'S\(0"
+    ):
         check_rule(OPS.add, [(x, x)])
     register_rule("dtensor_test::bend", "md->md", linear=True)  # it is not
     with pytest.raises(RuleBroken, match=r"placed \['P'\]"):
