@@ -32,6 +32,8 @@ from dtensor.collectives import mpi
 from dtensor.collectives.checked import CheckedCommunicator
 from dtensor.collectives.communicator import Call, Channel, CollectiveError
 from dtensor.collectives.counter import Tally
+from dtensor.collectives.nccl_types import folds, moves
+from dtensor.collectives.nccl_watch import Watch
 from dtensor.collectives.reductions import Reduction
 from dtensor.collectives.streams import CudaStreams, Streams
 from dtensor.mesh.world import World
@@ -39,23 +41,8 @@ from dtensor.mesh.world import World
 LARGEST = 2**30  # elements in one NCCL call
 GATHERED = 2**16  # bytes up to which all stretches are gathered to be folded
 PATIENCE = 5.0  # seconds that the end of the program waits for NCCL
-LOOK = 0.5  # seconds between two looks of the watch
 
 _SHARES = ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_HOSTID")  # set where ranks share a GPU
-
-# NCCL's numbers, which are part of its interface.
-_FOLDED = {
-    torch.int8: 0,
-    torch.uint8: 1,
-    torch.int32: 2,
-    torch.int64: 4,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.float64: 8,
-    torch.bfloat16: 9,
-}
-_MOVED = {1: 1, 2: 6, 4: 3, 8: 5}  # by bytes of an element
-_OPS = {"SUM": 0, "PROD": 1, "MAX": 2, "MIN": 3, "AVG": 4}
 
 
 class _Library:
@@ -160,7 +147,7 @@ def make_channel(
     channel = NCCLChannel(comm, ranks, host, streams)
     with _library.lock:
         if _library.watch is None:
-            _library.watch = Watch()
+            _library.watch = Watch(lambda: _library.open)
             atexit.register(close_all)
         _library.open.append(channel)
     return channel
@@ -228,7 +215,7 @@ class NCCLChannel:
     def all_reduce(self, call: Call, x: torch.Tensor, row: Reduction) -> torch.Tensor:
         """Fold; all ranks get what one of them has added up."""
         self._check_device(call, x)
-        found = _folds(row, x.dtype)
+        found = folds(row, x.dtype)
         if found is None:
             return self._all_reduce_here(call, x, row)
         out = torch.empty_like(x)
@@ -248,7 +235,7 @@ class NCCLChannel:
         out = x.new_empty(total)
         if total == 0:
             return out
-        kind, words = _moves(x.dtype)
+        kind, words = moves(x.dtype)
         with self._group(call) as (comm, stream):
             if min(counts) == max(counts) and total <= LARGEST:
                 count = counts[0] * words
@@ -266,7 +253,7 @@ class NCCLChannel:
     ) -> torch.Tensor:
         """Fold and cut; uneven or large stretches are folded to each rank in turn."""
         self._check_device(call, x)
-        found = _folds(row, x.dtype)
+        found = folds(row, x.dtype)
         if found is None:
             return self._reduce_scatter_here(call, x, counts, row)
         out = x.new_empty(counts[self._rank])
@@ -314,7 +301,7 @@ class NCCLChannel:
         """Copy from the root."""
         self._check_device(call, x)
         out = torch.empty_like(x)
-        kind, words = _moves(x.dtype)
+        kind, words = moves(x.dtype)
         with self._group(call) as (comm, stream):
             for start, count in _stretches(x.numel()):
                 given, kept = _at(x, start), _at(out, start)
@@ -401,7 +388,7 @@ class NCCLChannel:
             return
         with self._group(call) as (comm, stream):
             for x, offset, count, rank, outward in messages:
-                kind, words = _moves(x.dtype)
+                kind, words = moves(x.dtype)
                 post = comm.send if outward else comm.recv
                 for start, part in _stretches(count):
                     post(_at(x, offset + start), part * words, kind, rank, stream)
@@ -461,62 +448,6 @@ class NCCLChannel:
         _ends(self._comm.abort, PATIENCE)
 
 
-class Watch:
-    """The thread that looks at calls under way, twice a second.
-
-    An error gives its communicator up, so that the host waits no longer. A call that
-    takes long is shown in ``mpi.activity``, where the watcher of ranks looks for one
-    that waits in vain.
-    """
-
-    def __init__(self) -> None:
-        self._stop = threading.Event()
-        self._shown: Call | None = None
-        self._thread = threading.Thread(
-            target=self._run, name="dtensor-nccl-watch", daemon=True
-        )
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._stop.set()
-        self._thread.join(2 * LOOK)
-
-    def _run(self) -> None:
-        while not self._stop.wait(LOOK):
-            self.look(list(_library.open), time.monotonic())
-
-    def look(self, channels: Sequence[NCCLChannel], now: float) -> None:
-        """One look.
-
-        Args:
-            channels: The open ones.
-            now: ``time.monotonic()``.
-        """
-        waiting = None
-        for channel in channels:
-            if channel.failure is None:
-                found = channel.poll()
-                if found is not None:
-                    channel.failure = found
-                    channel.abort()
-            last = channel.last
-            if last is not None and now - last[2] >= LOOK:
-                if channel.streams.passed(last[1]):
-                    channel.last = None
-                elif waiting is None or last[2] < waiting[1]:
-                    waiting = last[0], last[2], channel.ranks
-        activity, shown = mpi.activity, self._shown
-        if waiting is None:
-            if shown is not None and activity.sequence == shown.sequence:
-                activity.leave()
-            self._shown = None
-        elif activity.verb is None:
-            activity.enter(waiting[0], waiting[2])
-            activity.entered = waiting[1]
-            self._shown = waiting[0]
-
-
 def close_all(patience: float | None = None) -> int:
     """Destroy all communicators, in an order that all ranks share.
 
@@ -555,34 +486,12 @@ def _ends(function: Callable[[], Any], patience: float) -> bool:
 
 
 # -------------------------------------------------------------------------- small helpers
-def _folds(row: Reduction, dtype: torch.dtype) -> tuple[int, int, int] | None:
-    """NCCL's operation, its type, and how many of it one element takes.
-
-    None where NCCL does not have the reduction with torch's meaning.
-    """
-    if row.nccl is None:
-        return None
-    op = _OPS[row.nccl]
-    if dtype.is_complex:
-        pair = dtype.to_real()
-        return (op, _FOLDED[pair], 2) if row.linear and pair in _FOLDED else None
-    if dtype.is_floating_point and row.name in ("max", "min"):
-        return None
-    return (op, _FOLDED[dtype], 1) if dtype in _FOLDED else None
-
-
 def _folded(parts: torch.Tensor, row: Reduction) -> torch.Tensor:
     """Fold the stretches of all ranks, in their order."""
     total = parts[0].clone()
     for part in parts[1:]:
         total = row.function(total, part)
     return total
-
-
-def _moves(dtype: torch.dtype) -> tuple[int, int]:
-    """NCCL type that moves an element, and how many of it one element takes."""
-    width = dtype.itemsize
-    return (_MOVED[width], 1) if width in _MOVED else (_MOVED[8], width // 8)
 
 
 def _at(x: torch.Tensor, start: int) -> int:

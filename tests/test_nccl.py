@@ -24,6 +24,7 @@ from nccl_double import host_streams
 from dtensor import devices
 from dtensor.collectives import mpi, nccl
 from dtensor.collectives.communicator import Call
+from dtensor.collectives.nccl_types import folds
 from dtensor.collectives.reductions import REDUCTIONS
 from dtensor.collectives.streams import start
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
@@ -370,7 +371,7 @@ def test_shared_gpus_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 # --------------------------------------------------------------------- parts, one by one
 def test_what_nccl_folds() -> None:
     def takes(op: str, dtype: torch.dtype) -> tuple[int, int, int] | None:
-        return nccl._folds(REDUCTIONS[op], dtype)
+        return folds(REDUCTIONS[op], dtype)
 
     assert takes("sum", torch.bfloat16) == (0, 9, 1)
     assert takes("avg", torch.float64) == (4, 8, 1)
@@ -509,7 +510,7 @@ def test_the_watch_sees_errors_and_long_calls(module: None) -> None:
         channel(Stub(log, "good"), (0, 1)),
         channel(Stub(log, "bad", True), (0, 2)),
     )
-    watch = nccl.Watch()
+    watch = nccl.Watch(list)
     watch.stop()
     call = Call("all_reduce", "tp", 0, 7, (), None)
     good.last = call, "event", 100.0
