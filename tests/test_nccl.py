@@ -134,8 +134,8 @@ def fault(name: str, double: str, log: str, timeout: float = 4) -> Done:
     [
         ("break_input_wait", "overlap read [-2.0, -2.0, -2.0, -2.0]"),
         ("break_result_wait", "overlap read [nan, nan, nan, nan]"),
-        ("break_count", "count 23 dtype 8 op 0 root 0, but rank"),
-        ("break_order", "root 0, but rank"),
+        ("break_count", "allReduce count 23 dtype 8 op 0 root 0"),
+        ("break_order", "nccl double: mismatch"),
     ],
 )
 def test_a_broken_backend_fails_its_checks(
