@@ -16,9 +16,8 @@ broadcast       reduce to the root
 permute         permute the other way
 ==============  ======================
 
-``identity_all_reduce`` and ``all_reduce_identity`` are for a different convention, in
-which a value that is alike on all ranks counts once (Shoeybi et al. 2019, Megatron-LM,
-section 3, there f and g). They are each other's adjoint.
+Those of the other convention, in which a value that is alike on all ranks counts once,
+are in ``conjugate.py``.
 
 A collective inside a backward must be reached by every rank: a tensor has to require
 grad on all ranks of the axis or on none. The communicator is looked up in forward and
@@ -67,10 +66,10 @@ def all_reduce(x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
         [3, 3, 3]
     """
     x, comm = arguments.plain(x), arguments.resolve(group, "all_reduce")
-    if _bare(x):
+    if bare(x):
         return comm.all_reduce(x, op)
     arguments.check_linear("all_reduce", x, op)
-    return _apply(_AllReduce, x, comm, op)
+    return applied(_AllReduce, x, comm, op)
 
 
 def all_gather(
@@ -110,9 +109,9 @@ def all_gather(
     else:
         lengths = arguments.lengths("all_gather", "sizes", sizes, comm)
         arguments.fits("all_gather", "sizes", lengths[comm.rank], x.shape[dim], dim)
-    if _bare(x):
+    if bare(x):
         return dims.gather(x, comm, dim, lengths)
-    return _apply(_AllGather, x, comm, dim, lengths)
+    return applied(_AllGather, x, comm, dim, lengths)
 
 
 def reduce_scatter(
@@ -157,10 +156,10 @@ def reduce_scatter(
         arguments.fits(
             "reduce_scatter", "sum of sizes", sum(lengths), x.shape[dim], dim
         )
-    if _bare(x):
+    if bare(x):
         return dims.scatter(x, comm, dim, lengths, op)
     arguments.check_linear("reduce_scatter", x, op)
-    return _apply(_ReduceScatter, x, comm, dim, lengths, op)
+    return applied(_ReduceScatter, x, comm, dim, lengths, op)
 
 
 def all_to_all(
@@ -224,9 +223,9 @@ def all_to_all(
         received = tuple(comm.all_to_all(lengths, one, one).tolist())
     else:
         received = arguments.exchange(own, comm)
-    if _bare(x):
+    if bare(x):
         return dims.transpose(x, comm, split_dim, concat_dim, sent, received)
-    return _apply(_AllToAll, x, comm, split_dim, concat_dim, sent, received)
+    return applied(_AllToAll, x, comm, split_dim, concat_dim, sent, received)
 
 
 def broadcast(x: torch.Tensor, group: Group, root: int = 0) -> torch.Tensor:
@@ -256,9 +255,9 @@ def broadcast(x: torch.Tensor, group: Group, root: int = 0) -> torch.Tensor:
         [1, 1, 1]
     """
     x, comm = arguments.plain(x), arguments.resolve(group, "broadcast")
-    if _bare(x):
+    if bare(x):
         return comm.broadcast(x, root)
-    return _apply(_Broadcast, x, comm, root)
+    return applied(_Broadcast, x, comm, root)
 
 
 def permute(x: torch.Tensor, group: Group, shift: int) -> torch.Tensor:
@@ -284,88 +283,20 @@ def permute(x: torch.Tensor, group: Group, shift: int) -> torch.Tensor:
         [2, 0, 1]
     """
     x, comm = arguments.plain(x), arguments.resolve(group, "permute")
-    if _bare(x):
+    if bare(x):
         return dims.shift(x, comm, shift)
-    return _apply(_Permute, x, comm, shift)
-
-
-def identity_all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Megatron's f: enter a parallel region with a value that is alike on all ranks.
-
-    forward   both: a                       ->  both: a         (no communication)
-    adjoint   rank 0: c        rank 1: d    ->  both: c+d
-
-    Each rank then uses the value for its share of the work. The cotangents that come
-    back are shares; summed, they are the gradient that a rank alone would have found.
-
-    Args:
-        x: The same values on every rank.
-        group: Communicator, or mesh of one axis; every rank of it must call, and run
-            the backward.
-
-    Returns:
-        A view of ``x``.
-
-    Example:
-        >>> from dtensor.collectives.simulate import simulate
-        >>> from dtensor.mesh.device_mesh import init_device_mesh
-        >>> from dtensor.mesh.world import get_rank
-        >>> mesh = init_device_mesh("cpu", (2,))
-        >>> def program():
-        ...     x = torch.ones((), requires_grad=True)
-        ...     (identity_all_reduce(x, mesh) * (1 + get_rank())).backward()
-        ...     return x.grad.item()
-        >>> simulate(program, ranks=2)
-        [3.0, 3.0]
-    """
-    x, comm = arguments.plain(x), arguments.resolve(group, "identity_all_reduce")
-    if _bare(x):
-        return x.view_as(x)
-    return _apply(_IdentityAllReduce, x, comm)
-
-
-def all_reduce_identity(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Megatron's g: leave a parallel region with the sum, alike on all ranks.
-
-    forward   rank 0: a        rank 1: b    ->  both: a+b
-    adjoint   both: c                       ->  both: c         (no communication)
-
-    Every rank then computes the same from the sum, and the cotangent that comes back
-    is the same on every rank: it counts once.
-
-    Args:
-        x: This rank's addend.
-        group: Communicator, or mesh of one axis; every rank of it must call.
-
-    Returns:
-        A new tensor. Sends 2(n-1)/n of its bytes.
-
-    Example:
-        >>> from dtensor.collectives.simulate import simulate
-        >>> from dtensor.mesh.device_mesh import init_device_mesh
-        >>> mesh = init_device_mesh("cpu", (2,))
-        >>> def program():
-        ...     x = torch.ones((), requires_grad=True)
-        ...     all_reduce_identity(x, mesh).backward()
-        ...     return x.grad.item()
-        >>> simulate(program, ranks=2)
-        [1.0, 1.0]
-    """
-    x, comm = arguments.plain(x), arguments.resolve(group, "all_reduce_identity")
-    if _bare(x):
-        return comm.all_reduce(x)
-    return _apply(_AllReduceIdentity, x, comm)
+    return applied(_Permute, x, comm, shift)
 
 
 def _reduce_to(x: torch.Tensor, comm: Communicator, root: int) -> torch.Tensor:
     """The sum at ``root``, zeros elsewhere: the adjoint of ``broadcast``."""
     x = arguments.plain(x)
-    if _bare(x):
+    if bare(x):
         counts = [0] * comm.size
         counts[root] = x.numel()
         total = comm.reduce_scatter(x, counts)
         return total.view(x.shape) if comm.rank == root else torch.zeros_like(x)
-    return _apply(_ReduceTo, x, comm, root)
+    return applied(_ReduceTo, x, comm, root)
 
 
 # --------------------------------------------------------- the autograd of each verb
@@ -504,42 +435,13 @@ class _Permute(torch.autograd.Function):
         return permute(tangents[0], *ctx.rest)
 
 
-class _IdentityAllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return all_reduce_identity(grads[0], ctx.comm), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[0].view_as(tangents[0])
-
-
-class _AllReduceIdentity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        ctx.comm = comm
-        return comm.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return identity_all_reduce(grads[0], ctx.comm), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return all_reduce_identity(tangents[0], ctx.comm)
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+def applied(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+    """What a function of autograd gives, typed."""
     result: torch.Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return result
 
 
-def _bare(x: torch.Tensor) -> bool:
+def bare(x: torch.Tensor) -> bool:
     """Whether nothing is being differentiated, so that no graph node is needed."""
     recording = x.requires_grad and torch.is_grad_enabled()
     return not recording and forward_ad._current_level < 0

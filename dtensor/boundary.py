@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtensor.collectives import functional
+from dtensor.collectives import conjugate, functional
 from dtensor.collectives.communicator import Communicator
 from dtensor.collectives.reductions import reduction
 from dtensor.collectives.registry import communicator_of
@@ -153,7 +153,7 @@ def local_in(
         for axis, p in enumerate(spec.placements):
             if isinstance(p, Replicate) and not addend[axis]:
                 if spec.mesh.shape[axis] > 1:
-                    out = functional.identity_all_reduce(out, spec.comm(axis))
+                    out = conjugate.identity_all_reduce(out, spec.comm(axis))
     return alias(out)
 
 
@@ -227,7 +227,7 @@ def full_out(
                 continue
             if p.reduce_op == "avg":
                 local = local / mesh.shape[axis]
-            local = functional.all_reduce_identity(local, comm)
+            local = conjugate.all_reduce_identity(local, comm)
         elif isinstance(p, Replicate) and not addend[axis] and mesh.shape[axis] > 1:
             as_local.append(axis)
     cut = [a for d in range(spec.ndim) for a in reversed(axes_of(spec.placements, d))]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dtensor.boundary import ReplicateToLocal, ShardToLocal
-from dtensor.collectives.functional import all_reduce_identity
+from dtensor.collectives.conjugate import all_reduce_identity
 from dtensor.errors import ShardingError
 from dtensor.mesh.chunks import chunk_sizes
 from dtensor.mesh.device_mesh import DeviceMesh

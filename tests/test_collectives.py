@@ -13,14 +13,13 @@ import torch
 from torch.autograd import forward_ad
 
 from dtensor.collectives.communicator import CollectiveError, Communicator
+from dtensor.collectives.conjugate import all_reduce_identity, identity_all_reduce
 from dtensor.collectives.counter import count_collectives
 from dtensor.collectives.functional import (
     all_gather,
     all_reduce,
-    all_reduce_identity,
     all_to_all,
     broadcast,
-    identity_all_reduce,
     permute,
     reduce_scatter,
 )
@@ -771,7 +770,7 @@ def test_exchanging_lengths_is_one_call_and_can_be_spared() -> None:
     assert simulate(program, ranks=2) == [(2, 1), (2, 1)]
 
 
-@pytest.mark.parametrize("name", ["counter", "functional", "simulate"])
+@pytest.mark.parametrize("name", ["conjugate", "counter", "functional", "simulate"])
 def test_examples_run(name: str) -> None:
     done = doctest.testmod(importlib.import_module(f"dtensor.collectives.{name}"))
     assert done.failed == 0

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dtensor.calls import Call, Operand, Rule, name_of
-from dtensor.collectives import functional
+from dtensor.collectives import conjugate, functional
 from dtensor.errors import ShardingError
 from dtensor.loss_parallel import insists
 from dtensor.notation import Layout, Letters, Notation, letter_row
@@ -449,7 +449,7 @@ def summed(part: Partition, rows: list[T]) -> list[T]:
         dtype = torch.promote_types(dtype, r.dtype)
     flat = torch.cat([r.to(dtype).reshape(-1) for r in rows])
     for axis in reversed(part.axes):
-        flat = functional.all_reduce_identity(flat, part.spec.comm(axis))
+        flat = conjugate.all_reduce_identity(flat, part.spec.comm(axis))
     pieces = torch.split(flat, [r.numel() for r in rows])
     return [p.view(r.shape) for p, r in zip(pieces, rows, strict=True)]
 
@@ -457,7 +457,7 @@ def summed(part: Partition, rows: list[T]) -> list[T]:
 def shared(part: Partition, x: T) -> T:
     """A value that all pieces have computed alike from ``summed``: it counts once."""
     for axis in part.axes:
-        x = functional.identity_all_reduce(x, part.spec.comm(axis))
+        x = conjugate.identity_all_reduce(x, part.spec.comm(axis))
     return x
 
 

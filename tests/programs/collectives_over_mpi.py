@@ -18,14 +18,13 @@ import torch
 
 from dtensor.collectives import registry
 from dtensor.collectives.communicator import CollectiveError
+from dtensor.collectives.conjugate import all_reduce_identity, identity_all_reduce
 from dtensor.collectives.counter import count_collectives
 from dtensor.collectives.functional import (
     all_gather,
     all_reduce,
-    all_reduce_identity,
     all_to_all,
     broadcast,
-    identity_all_reduce,
     permute,
     reduce_scatter,
 )
