@@ -75,11 +75,14 @@ def addmm(call: Call) -> Notation:
 
     short = len(sub_c) < len(out) or any(isinstance(x, tuple) for x in sub_c)
     stretch = short and not call.inplace
+    # Of whole numbers, torch takes a factor that is none only where k is not empty.
+    exact = not (a.dtype.is_floating_point or a.dtype.is_complex)
+    kept: set[Hashable] = {"k"} if exact else set()
     return Notation(
         [tuple(sub_c), (*batch, "m", "k"), (*batch, "k", *n)],
         [out],
-        whole=whole_ones([tuple(sub_c)]),
-        contracted={"k"},
+        whole=whole_ones([tuple(sub_c)]) | kept,
+        contracted={"k"} - kept,
         linear=[{1}, {2}],
         affine={0},
         rewrite=rewrite if stretch and call.name == "addmv" else None,
