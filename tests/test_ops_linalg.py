@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from op_harness import GRID, LINE, Case, assert_right, eighths, integers
 
+from dtensor import Replicate, Shard, ShardingError, distribute_tensor, simulate
+
 MK, KN = eighths(5, 6), eighths(6, 3)
 E = torch.einsum
 
@@ -127,3 +129,27 @@ def test_on_one_axis(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_two_axes(family: str) -> None:
     assert_right(FAMILIES[family](), GRID, limit=3)
+
+
+def test_whole_numbers_with_a_factor_that_is_none() -> None:
+    # On an empty piece of the summed dim torch would refuse, on that rank alone.
+    i = integers
+    cases = [
+        Case(name, fn, [i(1), i(5, 5, 5), i(5, 5, 10)], grad=False)
+        for name, fn in (
+            ("baddbmm", lambda c, a, b: torch.baddbmm(c, a, b, beta=0.2, alpha=0.6)),
+            ("addbmm", lambda c, a, b: torch.addbmm(c, a, b, beta=0.2, alpha=0.6)),
+            ("addmm", lambda c, a, b: torch.addmm(c, a[0], b[0], beta=0.2, alpha=0.6)),
+        )
+    ]
+    assert_right(cases, LINE, limit=20)
+
+
+def test_addbmm_in_place_keeps_the_target_s_shape() -> None:
+    def program() -> None:
+        c = distribute_tensor(eighths(1), LINE, [Replicate()])
+        a = distribute_tensor(eighths(5, 5, 5), LINE, [Shard(0)])
+        with pytest.raises(ShardingError, match=r"addbmm_: a DTensor keeps its shape"):
+            c.addbmm_(a, a)
+
+    simulate(program, ranks=4)

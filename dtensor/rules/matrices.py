@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dtensor.calls import Call, Operand
+from dtensor.errors import ShardingError
 from dtensor.notation import Letters, Notation
 from dtensor.redistribute import plain
 from dtensor.rules.linalg import everything_whole
@@ -233,13 +234,23 @@ def added_product(text_a: str, text_b: str, out: str, summed: str) -> Rule:
         for d, size in enumerate(c.shape):
             letter = out[d + len(out) - c.ndim]
             sub.append(letter if size == sizes[letter] else ("one", 0, d))
-        call.shapes()  # raises torch's own error
         stretched = {x for x in sub if isinstance(x, tuple)}
+        if call.inplace and (stretched or c.ndim < len(out)):
+            raise ShardingError(
+                f"{call.name}_: a DTensor keeps its shape, got a target of "
+                f"{tuple(c.shape)}, which the result of {tuple(sizes[x] for x in out)} "
+                f"does not fit. Use the out-of-place {call.name}."
+            )
+        call.shapes()  # raises torch's own error
+        # Of whole numbers, torch takes a factor that is none only where nothing is
+        # empty; see ``linalg.addmm``.
+        exact = not (a.dtype.is_floating_point or a.dtype.is_complex)
+        kept = set(summed) if exact else set()
         return Notation(
             [tuple(sub), tuple(text_a), tuple(text_b)],
             [tuple(out)],
-            whole=set(stretched),
-            contracted=set(summed),
+            whole=stretched | kept,
+            contracted=set(summed) - kept,
             linear=[{1}, {2}],
             affine={0},
         )

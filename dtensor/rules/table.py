@@ -87,8 +87,8 @@ TYPED |= set("cross_entropy_loss nll_loss_nd".split())
 # ... and those along a cut dim whose small results travel, for some dtypes.
 TYPED |= set(
     """
-    addmm addmv all amax amin aminmax any argmax argmin baddbmm cummax cummin cumprod
-    cumsum dist histc
+    addbmm addmm addmv addr all amax amin aminmax any argmax argmin baddbmm cummax
+    cummin cumprod cumsum dist histc
     linalg_vector_norm log_softmax logsumexp max min prod softmax std
     std_mean topk var var_mean
     """.split()
