@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CUPY ?= cuda12
 comma := ,
 
-.PHONY: train test sweep sweep-placements fuzz lint bench clean
+.PHONY: train test sweep sweep-placements fuzz lint bench bench-full clean
 
 train: $(READY)
 	$(BIN)/dtensor-run -n 4 examples/train_lm.py --mesh dp=2,tp=2
@@ -39,8 +39,12 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# What an op costs, in a minute. All suites, and the page docs/benchmarks.md:
 bench: $(READY)
-	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python -m benchmarks dispatch
+
+bench-full: $(READY)
+	$(BIN)/python -m benchmarks --json out/benchmarks.json --report docs/benchmarks.md
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

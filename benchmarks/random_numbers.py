@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -40,34 +41,47 @@ def seconds(run: Callable[[], object]) -> float:
     return best
 
 
-def block(shape: tuple[int, ...], dim: int | None, rank: int) -> tuple[tuple[int, ...]]:
+Sizes = tuple[int, ...]
+
+
+def block(shape: Sizes, dim: int | None, rank: int) -> tuple[Sizes, Sizes]:
     """Offsets and sizes of a rank's part, cut along ``dim``."""
     offsets, sizes = [0] * len(shape), list(shape)
     if dim is not None:
         offsets[dim] = chunk_offset(shape[dim], RANKS, rank)
         sizes[dim] = chunk_sizes(shape[dim], RANKS)[rank]
-    return tuple(offsets), tuple(sizes)  # type: ignore[return-value]
+    return tuple(offsets), tuple(sizes)
+
+
+def fill_whole(fill: Callable[[torch.Tensor], object], shape: Sizes) -> object:
+    """What torch does."""
+    return fill(torch.empty(shape))
 
 
 def main() -> None:
+    """Print the table."""
     torch.set_num_threads(1)
     print("milliseconds; in brackets the part of torch's time for the whole tensor")
     for name, (draw, fill) in DRAWS.items():
         for shape in SHAPES:
-            whole = seconds(lambda fill=fill, s=shape: fill(torch.empty(s)))
+            whole = seconds(partial(fill_whole, fill, shape))
             row = [f"{name:12} {shape!s:14} torch {whole * 1e3:7.2f}"]
             for label, dim in (("R", None), ("S(0)", 0), ("S(1)", 1)):
                 offsets, sizes = block(shape, dim, 1)
                 where = region(shape, offsets, sizes)
-
-                def ours(where=where, sizes=sizes, draw=draw):
-                    size = torch.Size(sizes)
-                    key = (1, 2)
-                    return sample(
-                        size, torch.float32, CPU, draw.kind, key, where, draw.then
+                size = torch.Size(sizes)
+                took = seconds(
+                    partial(
+                        sample,
+                        size,
+                        torch.float32,
+                        CPU,
+                        draw.kind,
+                        (1, 2),
+                        where,
+                        draw.then,
                     )
-
-                took = seconds(ours)
+                )
                 row.append(f"{label} {took * 1e3:7.2f} ({took / whole:4.2f})")
             print("  ".join(row), flush=True)
 

@@ -55,22 +55,22 @@ def torch_bytes(
 
     t = torch.empty(SIDE, SIDE, device="meta")
     meta = TensorMeta(t.shape, t.stride(), t.dtype)
-    specs = [
+    before, after = (
         DTensorSpec(mesh, tuple(map(torch_placement, places)), tensor_meta=meta)
         for places in (src, dst)
-    ]
+    )
     state, sent, calls = list(src), 0.0, 0
-    for info in _redistribute._gen_transform_infos_non_cached(*specs):
+    for info in _redistribute._gen_transform_infos_non_cached(before, after):
         axis = info.mesh_dim
-        before, after = map(ours, info.src_dst_placements)
-        if before == after:
+        old, new = map(ours, info.src_dst_placements)
+        if old == new:
             continue
-        local = type(before) is Shard and isinstance(after, Partial)
-        verb = "local" if local else VERBS[type(before), type(after)]
+        local = type(old) is Shard and isinstance(new, Partial)
+        verb = "local" if local else VERBS[type(old), type(new)]
         size = average_shard(shape, tuple(state), SIDE * SIDE)
         sent += 4 * sent_by(verb, size, shape[axis])
         calls += verb != "local"
-        state[axis] = after
+        state[axis] = new
     return sent, calls
 
 

@@ -14,7 +14,7 @@ import pytest
 from mpi_jobs import job_environment
 
 ROOT = Path(__file__).parent.parent
-LINKED = ("collectives", "kernels", "mesh", "styles")
+LINKED = ("benchmarks", "collectives", "kernels", "mesh", "styles")
 ALLOWED = {
     "mesh": {"mesh"},
     "kernels": {"kernels"},
@@ -124,12 +124,28 @@ def test_packages_are_listed() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     block = re.search(r"^packages = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     assert block is not None
-    folders = {Path(file).parent.parts for file in product_files()}
+    files = [p.relative_to(ROOT) for p in (ROOT / "benchmarks").rglob("*.py")]
+    folders = {Path(file).parent.parts for file in [*product_files(), *files]}
     packages = {
         ".".join(parts if parts[0] == "dtensor" else ("dtensor", *parts))
         for parts in folders
     }
     assert sorted(re.findall(r'"(.*?)"', block[1])) == sorted(packages)
+
+
+def test_benchmarks_may_import_what_they_compare_with() -> None:
+    """The only folder that may: the peers of the product are not of the product."""
+    names = {name for name, _ in imports_of("benchmarks/peers.py")}
+    assert any(name.startswith("torch.distributed") for name in names)
+    assert not any(file.startswith("benchmarks") for file in product_files())
+
+
+def test_benchmarks_have_one_import_name() -> None:
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        for name, statement in imports_of(str(path.relative_to(ROOT))):
+            where = f"{path.name}:{statement.lineno} imports {name}"
+            assert not name.startswith("."), where
+            assert name.split(".")[0] not in LINKED, where
 
 
 def test_no_test_package() -> None:

@@ -1,0 +1,1 @@
+"""The suites, one per file; ``benchmarks/registry.py`` lists them."""
