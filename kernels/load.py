@@ -7,34 +7,21 @@ region has more levels than the kernels take, the CPU makes the same values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from dtensor.kernels import samples
+from dtensor.kernels import cuda, samples
 from dtensor.kernels.philox import Key, Region
 from dtensor.kernels.samples import KINDS
 
 T = torch.Tensor
 
-SOURCE = Path(__file__).with_name("philox.cu")
-OPTIONS = ("--std=c++17", "--fmad=false")
+SOURCE = cuda.FOLDER / "philox.cu"
 THREADS = 256
 PER_THREAD = 8
 LEVELS = 4
-
-
-@lru_cache(maxsize=1)
-def module() -> Any:
-    """The compiled kernels, a CuPy RawModule; None where there is no CuPy."""
-    try:
-        import cupy
-    except ImportError:
-        return None
-    return cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
 
 
 def arguments(key: Key, where: Region) -> list[int] | None:
@@ -76,8 +63,10 @@ def sample(
         then: What to do with the values, element by element; may change them.
     """
     given = arguments(key, where)
-    kernels = module() if device.type == "cuda" and given is not None else None
-    if kernels is None:
+    kernels = (
+        cuda.module("philox") if device.type == "cuda" and given is not None else None
+    )
+    if kernels is None or given is None:
         out = torch.empty(shape, dtype=dtype)
         return samples.fill(out, kind, key, where, then).to(device)
     made = torch.empty(shape, dtype=KINDS[kind].dtype, device=device)
@@ -86,19 +75,10 @@ def sample(
     return (made if then is None else then(made)).to(dtype)
 
 
-def _launch(kernels: Any, kind: str, out: T, given: Any) -> None:
-    import cupy
-
-    stream = torch.cuda.current_stream(out.device)
-    with (
-        cupy.cuda.Device(out.device.index),
-        cupy.cuda.ExternalStream(stream.cuda_stream),
-    ):
-        kernels.get_function(f"philox_{kind}")(
-            (blocks(out.numel()),),
-            (THREADS,),
-            (np.uintp(out.data_ptr()), *[np.uint64(x) for x in given]),
-        )
+def _launch(kernels: Any, kind: str, out: T, given: list[int]) -> None:
+    kernel = kernels.get_function(f"philox_{kind}")
+    args = (out, *map(np.uint64, given))
+    cuda.launch(kernel, blocks(out.numel()), THREADS, args, out.device)
 
 
-__all__ = ["arguments", "blocks", "module", "sample"]
+__all__ = ["arguments", "blocks", "sample"]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import shutil
 import subprocess
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import pytest
 import torch
 from kernel_shim import build
 
-from dtensor.kernels import load, philox, samples
+from dtensor.kernels import cuda, load, philox, samples
 from dtensor.kernels.philox import Region, region
 
 KEY = (2**63 + 12345, 77)
@@ -339,36 +336,34 @@ def test_nvrtc_compiles_the_kernels(architecture: str) -> None:
     nvrtc = pytest.importorskip("cupy.cuda.nvrtc", reason="needs CuPy's NVRTC")
     program = nvrtc.createProgram(load.SOURCE.read_text(), "philox.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (f"-arch={architecture}", *load.OPTIONS))
+        nvrtc.compileProgram(
+            program, (f"-arch={architecture}", *cuda.options("philox"))
+        )
         assert nvrtc.getCUBIN(program)[:4] == b"\x7fELF"
     finally:
         nvrtc.destroyProgram(program)
 
 
-def test_a_launch_gives_cupy_what_the_kernels_take(
+def test_a_launch_gives_the_kernels_what_they_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels = build(load.SOURCE)
 
     class RawModule:
         def get_function(self, name: str) -> Any:
-            def call(grid: Any, block: Any, args: Any) -> None:
-                assert args[0] == np.uintp(out.data_ptr())
-                assert all(type(a) is np.uint64 for a in args[1:])
-                getattr(kernels, name)(grid, block, out, *map(int, args[1:]))
+            return getattr(kernels, name)
 
-            return call
+    def launch(
+        kernel: Any, blocks: int, threads: int, args: Any, device: torch.device
+    ) -> None:
+        assert args[0] is out and device == out.device
+        assert all(type(a) is np.uint64 for a in args[1:])
+        kernel((blocks,), (threads,), out, *map(int, args[1:]))
 
-    def nothing(*_: Any) -> Any:
-        return contextlib.nullcontext()
-
-    cuda = types.SimpleNamespace(Device=nothing, ExternalStream=nothing)
-    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
-    stream = types.SimpleNamespace(cuda_stream=0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(cuda, "launch", launch)
     where = region((40, 60), (5, 7), (30, 50))
     out = torch.zeros(where.numel)
-    load._launch(RawModule(), "normal32", out, load.arguments(KEY, where))
+    load._launch(RawModule(), "normal32", out, load.arguments(KEY, where) or [])
     assert torch.equal(out, made("normal32", where))
 
 
@@ -376,7 +371,7 @@ def test_a_launch_gives_cupy_what_the_kernels_take(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("kind", samples.KINDS)
 def test_kernels_on_a_gpu(kind: str) -> None:
-    assert load.module() is not None
+    assert cuda.module("philox") is not None
     for block in BLOCKS:
         where = region(*block)
         dtype = samples.KINDS[kind].dtype
