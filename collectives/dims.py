@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from dtensor.collectives.communicator import Communicator
+from dtensor.kernels import pack
 
 
 def gather(
@@ -68,12 +69,7 @@ def _cut(x: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
     """The pieces of ``x`` along ``dim``, one after another; no copy along dim 0."""
     if math.prod(x.shape[:dim]) == 1:
         return x
-    flat, start = x.new_empty(x.numel()), 0
-    for piece in x.split_with_sizes(list(sizes), dim):
-        stop = start + piece.numel()
-        flat[start:stop].view(piece.shape).copy_(piece)  # no second copy in between
-        start = stop
-    return flat
+    return pack.cut(x, dim, sizes)
 
 
 def _join(
@@ -82,13 +78,7 @@ def _join(
     """Pieces of ``shape`` but for ``dim``, laid one after another, as one tensor."""
     if math.prod(shape[:dim]) == 1:
         return shaped(flat, [*shape[:dim], sum(sizes), *shape[dim + 1 :]])
-    inner = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-    pieces = flat.split_with_sizes([n * inner for n in sizes])
-    blocks = [
-        piece.view([*shape[:dim], n, *shape[dim + 1 :]])
-        for piece, n in zip(pieces, sizes, strict=True)
-    ]
-    return torch.cat(blocks, dim)
+    return pack.join(flat, shape, dim, sizes)
 
 
 def _inner(x: torch.Tensor, dim: int) -> int:
