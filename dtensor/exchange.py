@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dtensor.collectives.communicator import Communicator
+from dtensor.kernels.pack import pack, unpack
 
 Box = tuple[tuple[int, int], ...]
 Slices = tuple[slice, ...]
@@ -132,12 +133,10 @@ class Exchange:
         out = x.new_zeros(self.after)
         if not self.one_by_one:
             sent = [0 if s is None else x[s].numel() for s in self.sends]
-            packed = x.new_empty(sum(sent))
-            for what, piece in zip(self.sends, torch.split(packed, sent), strict=True):
-                if what is not None:
-                    piece.view(x[what].shape).copy_(x[what])
             came = [0 if s is None else out[s].numel() for s in self.receives]
-            flat = self.comm.all_to_all(packed, sent, came)
+            flat = self.comm.all_to_all(pack(x, self.sends), sent, came)
+            if not self.adds:
+                return unpack(flat, out, self.receives)
             for where, piece in zip(
                 self.receives, torch.split(flat, came), strict=True
             ):
