@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtensor.benchmarks import environment, results, tables
+from dtensor.benchmarks import compare, environment, plots, report, results, tables
 from dtensor.benchmarks.jobs import Job, JobError, run_job, show_progress
 from dtensor.benchmarks.registry import available, choose
 
@@ -63,6 +63,25 @@ def show(suite: results.SuiteResult) -> None:
     print(f"{suite.name}: {suite.ranks} ranks, {suite.seconds:.0f} s{bars}\n")
 
 
+def tell_changes(old: results.Result, new: results.Result) -> bool:
+    """Print what changed since an earlier run; whether anything got slower."""
+    for line in compare.differences(old.environment, new.environment):
+        print(f"compare: the runs differ in {line}")
+    for line in compare.missing(old, new):
+        print(f"compare: not measured now: {line}")
+    changes = compare.compare(old, new)
+    slower = [c for c in changes if c.slower]
+    faster = [c for c in changes if c.faster]
+    for title, rows in (("Faster", faster), ("SLOWER", slower)):
+        if rows:
+            tables.print_table(compare.table_of(rows, title))
+    print(
+        f"compare: {len(changes)} measures in both runs, {len(slower)} slower and "
+        f"{len(faster)} faster beyond the noise"
+    )
+    return bool(slower)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -86,19 +105,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.tiny,
         options.timeout,
     )
+    old, slower = None, False
     try:
+        if options.compare:
+            old = results.load(options.compare)
         if options.source:
             result = results.load(options.source)
             for found in result.suites.values():
                 show(found)
         else:
             result = measure(options.suites, job)
+        if options.json:
+            results.save(result, options.json)
+        if options.plot:
+            plots.plot(result, options.plot)
+        if options.report:
+            report.write(result, options.report)
+        if old is not None:
+            slower = tell_changes(old, result)
     except (ValueError, OSError) as error:
         print(f"dtensor-bench: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        results.save(result, options.json)
-    return 1 if result.failures else 0
+    return 1 if result.failures or slower else 0
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from dtensor.benchmarks.results import SuiteResult, unpack_suite
 from dtensor.benchmarks.worker import progress_file
 from dtensor.rank_environment import THREAD_VARIABLES
 
+START = 120.0  # seconds until the ranks must have met
 Tell = Callable[[int, int, str], None]
 
 
@@ -94,12 +95,17 @@ def run_job(suite: Suite, job: Job, tell: Tell) -> SuiteResult:
                 start_new_session=True,
             )
         try:
-            code = _watch(process, progress_file(out), time.monotonic() + limit, tell)
+            progress = progress_file(out)
+            code = _watch(process, progress, time.monotonic() + limit, tell)
+            met = progress.exists()
         finally:
             _end(process)
         if code == 0 and out.exists():
             return unpack_suite(suite.name, json.loads(out.read_text()))
-        how = f"exit code {code}" if code is not None else f"no end in {limit:g} s"
+        how = f"exit code {code}"
+        if code is None:
+            late = f"no end in {limit:g} s"
+            how = late if met else f"ranks that did not meet in {min(limit, START):g} s"
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
     raise JobError(
         f"run_job: suite {suite.name!r} gave no result, got {how}, expected exit code "
@@ -111,7 +117,7 @@ def _watch(
     process: subprocess.Popen[bytes], progress: Path, deadline: float, tell: Tell
 ) -> int | None:
     """The exit code, or None once the time is up."""
-    seen = 0
+    seen, start = 0, time.monotonic() + START
     while True:
         code = process.poll()
         with contextlib.suppress(FileNotFoundError):
@@ -120,7 +126,8 @@ def _watch(
                 done, total, label = json.loads(line)
                 tell(done, total, label)
             seen = len(lines)
-        if code is not None or time.monotonic() > deadline:
+        late = time.monotonic() > (deadline if seen else min(start, deadline))
+        if code is not None or late:
             return code
         time.sleep(0.1)
 

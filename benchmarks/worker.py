@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with progress.open("a") as file:
                 file.write(json.dumps([done, total, label]) + "\n")
 
+    tell(0, 1, "started")
     result = run_suite(
         given.suite,
         Options(
