@@ -6,8 +6,9 @@ otherwise choose the datatype itself, and takes bfloat16 for bytes. Moves travel
 unsigned integers of the element's size, so every dtype can be moved. Counts larger
 than ``LARGEST`` are cut, since not every MPI takes counts beyond 2**31.
 
-While a rank is inside MPI, ``activity`` says in which call: a watcher on another
-thread can read it.
+Large reductions among ranks of one host read the others' memory (``one_host.py``);
+MPI then carries the addresses. While a rank is inside MPI, ``activity`` says in which
+call.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 
+from dtensor.collectives import memory
+from dtensor.collectives.activity import activity
 from dtensor.collectives.communicator import Call, CollectiveError
+from dtensor.collectives.notices import LEAVE_TAG, LeaveChannel
+from dtensor.collectives.one_host import SMALLEST, PeerMemory, peer_memory
 from dtensor.collectives.reductions import Reduction
 from dtensor.mesh.world import World
 
 LARGEST = 2**30  # elements in one MPI call
-LEAVE_TAG = 32_001  # of messages on leave_channel(); nothing else uses it there
 _TAGS = 32_000  # tags of communicator creation; MPI promises tags up to 32,767
 
 _FOLDED = {
@@ -47,40 +51,6 @@ _MOVED = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T"}
 _ORDERED = {"max": np.maximum, "min": np.minimum}
 
 
-class Activity:
-    """What this process waits for in MPI; plain attributes, written around each call.
-
-    Attributes:
-        verb: The collective, ``"connect"`` while a communicator is made, None if idle.
-        axis: Label of its mesh axis.
-        sequence: Number of the call among those of the same ranks, from one.
-        ranks: World ranks that take part.
-        entered: ``time.monotonic()`` when it was entered, 0.0 when idle.
-    """
-
-    __slots__ = ("axis", "entered", "ranks", "sequence", "verb")
-
-    def __init__(self) -> None:
-        self.verb: str | None = None
-        self.axis = ""
-        self.sequence = 0
-        self.ranks: tuple[int, ...] = ()
-        self.entered = 0.0
-
-    def enter(self, call: Call, ranks: tuple[int, ...]) -> None:
-        """The calling thread goes into MPI."""
-        self.axis = call.axis
-        self.sequence = call.sequence
-        self.ranks = ranks
-        self.entered = time.monotonic()
-        self.verb = call.verb
-
-    def leave(self) -> None:
-        """It is back."""
-        self.verb = None
-        self.entered = 0.0
-
-
 class _Library:
     """mpi4py once it is needed, and what belongs to the process with it."""
 
@@ -92,7 +62,6 @@ class _Library:
         self.leave_channel: LeaveChannel | None = None
 
 
-activity = Activity()
 on_start: list[Callable[[], None]] = []  # called once, when MPI has been started
 _library = _Library()
 
@@ -141,49 +110,12 @@ def note_finished(ranks: tuple[int, ...], sequence: int) -> None:
     _library.finished[ranks] = sequence
 
 
-class LeaveChannel:
-    """Notices between all ranks, on COMM_WORLD with a tag of their own.
-
-    It needs no call that all ranks must make. Collectives never use COMM_WORLD.
-
-    Args:
-        module: The module ``mpi4py.MPI``.
-        tag: Tag of the notices.
-    """
-
-    def __init__(self, module: Any, tag: int = LEAVE_TAG) -> None:
-        self._mpi = module
-        self._tag = tag
-        self._world = module.COMM_WORLD
-        self._sent: list[Any] = []
-
-    def post(self, data: bytes) -> None:
-        """Send ``data`` to every other rank, without waiting for anyone."""
-        for rank in range(self._world.size):
-            if rank != self._world.rank:
-                buffer = [data, len(data), self._mpi.BYTE]
-                request = self._world.Isend(buffer, rank, self._tag)
-                self._sent.append((request, data))
-
-    def poll(self) -> list[tuple[int, bytes]]:
-        """(world rank, data) of every notice that has come; never waits."""
-        notices: list[tuple[int, bytes]] = []
-        status = self._mpi.Status()
-        while True:
-            message = self._world.Improbe(self._mpi.ANY_SOURCE, self._tag, status)
-            if message is None:
-                return notices
-            data = bytearray(status.Get_count(self._mpi.BYTE))
-            message.Recv([data, len(data), self._mpi.BYTE])
-            notices.append((status.Get_source(), bytes(data)))
-
-
 def leave_channel() -> LeaveChannel:
     """Where a leaving rank tells the others, the same object at each call."""
     module = start()
     with _library.lock:
         if _library.leave_channel is None:
-            _library.leave_channel = LeaveChannel(module)
+            _library.leave_channel = LeaveChannel(module, LEAVE_TAG)
         return _library.leave_channel
 
 
@@ -271,9 +203,16 @@ class MPIChannel:
         self._rank: int = comm.rank
         self._folds: dict[tuple[str, torch.dtype], tuple[Any, tuple[Any, int]]] = {}
         self._address: Callable[[int, int], Any] = module.buffer.fromaddress
+        self._near: PeerMemory | None = None
+        self._asked = False  # whether the ranks can read each other's memory
 
     def all_reduce(self, call: Call, x: torch.Tensor, row: Reduction) -> torch.Tensor:
         """Fold; MPI gives all ranks the same bits."""
+        peers = self._peers(call, x.numel() * x.element_size())
+        if peers is not None:
+            out = memory.empty(x.numel(), x.dtype)
+            self._run(call, peers.all_reduce, call, x, out, row.function)
+            return out.resize_(x.shape)
         out = torch.empty_like(x)
         op, kind = self._fold(row, x.dtype)
         for start, count in _stretches(x.numel()):
@@ -291,7 +230,7 @@ class MPIChannel:
     ) -> torch.Tensor:
         """Join; a joined buffer that is too large is broadcast piece by piece."""
         total = sum(counts)
-        out = x.new_empty(total)
+        out = memory.empty(total, x.dtype)
         if total == 0:
             return out
         kind = self._kind(x.dtype)
@@ -317,6 +256,11 @@ class MPIChannel:
     ) -> torch.Tensor:
         """Fold and cut; a buffer that is too large is folded to each rank in turn."""
         mine = counts[self._rank]
+        peers = self._peers(call, x.numel() * x.element_size())
+        if peers is not None:
+            out = memory.empty(mine, x.dtype)
+            self._run(call, peers.reduce_scatter, call, x, out, counts, row.function)
+            return out
         out = x.new_empty(mine)
         if x.numel() == 0:
             return out
@@ -400,6 +344,21 @@ class MPIChannel:
         self._run(call, self._comm.Barrier)
 
     # ------------------------------------------------------------------ calls of MPI
+    def _peers(self, call: Call, size: int) -> PeerMemory | None:
+        """How to read the other ranks' memory, for ``size`` bytes; None: use MPI.
+
+        ``size`` is the same on all ranks, and so is the answer.
+        """
+        if size < SMALLEST:
+            return None
+        if not self._asked:
+            self._run(call, self._ask)
+        return self._near
+
+    def _ask(self) -> None:
+        self._near = peer_memory(self._mpi, self._comm)
+        self._asked = True
+
     def _run(self, call: Call, function: Callable[..., Any], *args: Any) -> None:
         activity.enter(call, self._ranks)
         try:

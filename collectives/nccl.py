@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 import torch
 
 from dtensor.collectives import mpi
+from dtensor.collectives.activity import activity
 from dtensor.collectives.checked import CheckedCommunicator
 from dtensor.collectives.communicator import Call, Channel, CollectiveError
 from dtensor.collectives.counter import Tally
@@ -365,7 +366,7 @@ class NCCLChannel:
         with _library.lock:
             self.check(call)
             # The first calls of a communicator meet their peers on the host.
-            mpi.activity.enter(call, self.ranks)
+            activity.enter(call, self.ranks)
             try:
                 module.groupStart()
                 try:
@@ -376,7 +377,7 @@ class NCCLChannel:
                 self.failure = f"NCCL failed: {error}."
                 raise CollectiveError(call, self.failure) from error
             finally:
-                mpi.activity.leave()
+                activity.leave()
             self.last = call, streams.record(stream), time.monotonic()
             mpi.note_finished(self.ranks, call.sequence)
 

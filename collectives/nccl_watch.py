@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dtensor.collectives import mpi
+from dtensor.collectives.activity import activity
 from dtensor.collectives.communicator import Call
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class Watch:
     """The thread that looks at calls under way, twice a second.
 
     An error gives its communicator up, so that the host waits no longer. A call that
-    takes long is shown in ``mpi.activity``, where the watcher of ranks looks for one
+    takes long is shown in ``activity``, where the watcher of ranks looks for one
     that waits in vain.
 
     Args:
@@ -65,7 +65,7 @@ class Watch:
                     channel.last = None
                 elif waiting is None or last[2] < waiting[1]:
                     waiting = last[0], last[2], channel.ranks
-        activity, shown = mpi.activity, self._shown
+        shown = self._shown
         if waiting is None:
             if shown is not None and activity.sequence == shown.sequence:
                 activity.leave()

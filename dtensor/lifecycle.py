@@ -36,6 +36,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from dtensor.collectives import mpi
+from dtensor.collectives.activity import activity
 from dtensor.mesh.world import launcher_world
 from dtensor.rank_environment import (
     count_cores,
@@ -327,7 +328,7 @@ def _cuda_started() -> bool:
 
 def _current_call() -> _Call | None:
     """The collective that this process is in."""
-    now = mpi.activity
+    now = activity
     verb = now.verb
     if verb is None:
         return None

@@ -28,9 +28,22 @@ CHECKS = {
         "counts",
         "errors",
         "activity",
+        "peers",
+        "results_are_new",
+        "forbidden",
         "notices",
     ),
-    4: ("meshes", "values", "large", "dtypes", "same_bits", "gradients", "notices"),
+    4: (
+        "meshes",
+        "values",
+        "large",
+        "dtypes",
+        "same_bits",
+        "gradients",
+        "peers",
+        "forbidden",
+        "notices",
+    ),
 }
 
 

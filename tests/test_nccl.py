@@ -22,7 +22,8 @@ from mpi_jobs import run_job
 from nccl_double import host_streams
 
 from dtensor import devices
-from dtensor.collectives import mpi, nccl
+from dtensor.collectives import nccl
+from dtensor.collectives.activity import activity
 from dtensor.collectives.communicator import Call
 from dtensor.collectives.nccl_types import folds
 from dtensor.collectives.reductions import REDUCTIONS
@@ -518,9 +519,9 @@ def test_the_watch_sees_errors_and_long_calls(module: None) -> None:
     assert (
         log == ["abort bad"] and bad.failure == "NCCL failed: NCCL_ERROR_REMOTE_ERROR."
     )
-    assert mpi.activity.verb is None
+    assert activity.verb is None
     watch.look([good, bad], 101.0)
-    seen = mpi.activity
+    seen = activity
     assert (seen.verb, seen.sequence, seen.ranks, seen.entered) == (
         *("all_reduce", 7, (0, 1)),
         100.0,
@@ -528,6 +529,6 @@ def test_the_watch_sees_errors_and_long_calls(module: None) -> None:
     assert isinstance(good.streams, Recorder)
     good.streams.done.add("event")
     watch.look([good, bad], 102.0)
-    assert mpi.activity.verb is None and good.last is None
+    assert activity.verb is None and good.last is None
     with pytest.raises(nccl.CollectiveError, match="NCCL_ERROR_REMOTE_ERROR"):
         bad.check(call)

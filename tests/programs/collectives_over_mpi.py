@@ -7,6 +7,7 @@ Rank 0 prints ``ok CHECK`` after each; a failed check ends the job.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -253,16 +254,17 @@ def check_errors() -> None:
 def check_activity() -> None:
     """A thread can see what the rank waits in, and which calls are done (2 ranks)."""
     from dtensor.collectives import mpi
+    from dtensor.collectives.activity import activity
 
     comm = communicator(line())
     comm.barrier()
     done = mpi.finished()[comm.ranks]
-    require((mpi.activity.verb, mpi.activity.entered) == (None, 0.0), "not idle")
+    require((activity.verb, activity.entered) == (None, 0.0), "not idle")
     seen: list[tuple[Any, ...]] = []
 
     def watch() -> None:
         time.sleep(0.4)
-        a = mpi.activity
+        a = activity
         seen.append((a.verb, a.axis, a.sequence, a.ranks, a.entered > 0))
 
     thread = threading.Thread(target=watch)
@@ -274,6 +276,99 @@ def check_activity() -> None:
     if get_rank() == 0:
         require(seen == [("all_reduce", "tp", done + 1, (0, 1), True)], seen)
     require(mpi.finished()[comm.ranks] == done + 1, mpi.finished())
+
+
+def check_peers() -> None:
+    """Large reductions read the other ranks' memory, with MPI's own results."""
+    from dtensor.collectives import mpi
+    from dtensor.collectives.communicator import CollectiveError
+
+    comm, n = communicator(line()), get_world_size()
+    whole = 200_003  # elements; not a multiple of the ranks, in blocks or in bytes
+    counts = [whole // n] * n
+    counts[0] = whole - sum(counts[1:])
+    uneven = [0, whole] if n == 2 else [0, 7, 0, whole - 7]
+
+    def results() -> list[torch.Tensor]:
+        found = []
+        for dtype in (torch.float32, torch.float64, torch.int32, torch.complex64):
+            torch.manual_seed(get_rank())
+            x = (9 * torch.randn(whole, dtype=torch.float64)).to(dtype)
+            for op in ("sum", "product") if dtype.is_complex else ("sum", "max", "min"):
+                found.append(comm.all_reduce(x.view(1, -1), op))
+                found.append(comm.reduce_scatter(x, counts, op))
+                found.append(comm.reduce_scatter(x, uneven, op))
+        short = torch.randn(2 * whole).to(torch.bfloat16).requires_grad_()
+        return [*found, comm.all_reduce(short, "avg")]
+
+    asked: list[bool] = []
+    usual = mpi.MPIChannel._peers
+
+    def count(self: Any, call: Any, size: int) -> Any:
+        found = usual(self, call, size)
+        asked.append(found is not None)
+        return found
+
+    mpi.MPIChannel._peers = count
+    near = results()
+    mpi.MPIChannel._peers = lambda self, call, size: None
+    far = results()
+    mpi.MPIChannel._peers = usual
+    require(sum(asked) >= 30, asked)  # those of 32 bits and more are large enough
+    for a, b in zip(near, far):
+        require(a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape))
+        exact = n == 2 or not (a.is_floating_point() or a.is_complex())
+        same = torch.equal(a, b) if exact else torch.allclose(a, b, 1e-4, 1e-3)
+        require(same, (a, b))
+        require(not a.requires_grad, "requires grad")
+    for a in near[::3]:  # all ranks have the same bits of a sum
+        told = comm.all_gather_object(
+            a.numpy().tobytes()
+            if a.dtype != torch.bfloat16
+            else a.float().numpy().tobytes()
+        )
+        require(len(set(told)) == 1, "ranks differ")
+    nan = torch.zeros(whole)
+    nan[get_rank()] = torch.nan
+    require(comm.all_reduce(nan, "max").isnan().sum() == n, "a NaN got lost")
+    if n == 2:  # another operation on each rank is told to both
+        try:
+            comm.all_reduce(torch.ones(whole), ("sum", "max")[get_rank()])
+        except CollectiveError as error:
+            require("the ranks are in different calls" in str(error), error)
+        else:
+            require(False, "no error")
+
+
+def check_results_are_new() -> None:
+    """A result that somebody holds is never written by a later call (2 ranks)."""
+    comm, large = communicator(line()), 1 << 19
+    ones = comm.all_reduce(torch.ones(large))
+    view = ones[3:5]
+    array = comm.all_reduce(torch.full((large,), 2.0)).numpy()
+    gathered = comm.all_gather(torch.full((large // 2,), 3.0), [large // 2] * 2)
+    first = ones.data_ptr()
+    del ones
+    for value in range(4):
+        comm.all_reduce(torch.full((large,), float(value + 10)))
+    n = get_world_size()
+    require(view.tolist() == [n, n], view)
+    require((array == 2 * n).all() and (gathered == 3).all(), "overwritten")
+    again = comm.all_reduce(torch.ones(large))
+    require(again.data_ptr() != first, "its memory is in use")
+
+
+def check_forbidden() -> None:
+    """Without leave to read, one rank's is enough, all use MPI."""
+    from dtensor.collectives import mpi
+
+    comm = communicator(line())
+    if get_rank() == 1:
+        os.environ["DTENSOR_PEER_MEMORY"] = "0"
+    found = mpi.peer_memory(mpi.start(), mpi.start().COMM_WORLD)
+    os.environ.pop("DTENSOR_PEER_MEMORY", None)
+    require(found is None, found)
+    comm.barrier()
 
 
 def check_notices() -> None:

@@ -81,7 +81,7 @@ if way == "no collective":
 if way == "slow":  # others wait, and rightly so
     time.sleep(4.0 if rank == 1 else 0.0)
 if way == "child":
-    code = "import dtensor; print('child of', dtensor.get_rank())"
+    code = "import dtensor; print(f'child of {dtensor.get_rank()}')"
     subprocess.run([sys.executable, "-c", code], check=True)
 if way == "leave first":
     # Rank 0 waits for rank 2 alone; rank 1 has sent what it had to, and ends.
