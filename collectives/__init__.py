@@ -3,6 +3,7 @@
 from dtensor.collectives.communicator import CollectiveError, Communicator
 from dtensor.collectives.conjugate import all_reduce_identity, identity_all_reduce
 from dtensor.collectives.counter import count_collectives
+from dtensor.collectives.dry import dry_run
 from dtensor.collectives.functional import (
     all_gather,
     all_reduce,
@@ -28,6 +29,7 @@ __all__ = [
     "communicator",
     "communicator_of",
     "count_collectives",
+    "dry_run",
     "identity_all_reduce",
     "permute",
     "reduce_scatter",

@@ -86,6 +86,10 @@ def _channel(world: World, ranks: tuple[int, ...], label: str) -> Channel | Alon
             from dtensor.collectives.threads import ThreadsChannel
 
             found = ThreadsChannel(world.hub, ranks, ranks.index(world.rank))
+        elif world.kind == "dry":
+            from dtensor.collectives.dry import DryChannel
+
+            found = DryChannel(ranks.index(world.rank))
         else:
             from dtensor.collectives.mpi import make_channel
 

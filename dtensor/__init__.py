@@ -10,6 +10,7 @@ from dtensor.block_cyclic import BlockCyclic
 from dtensor.clipping import clip_grad_norm_
 from dtensor.collectives.communicator import CollectiveError
 from dtensor.collectives.counter import count_collectives
+from dtensor.collectives.dry import dry_run
 from dtensor.collectives.simulate import simulate
 from dtensor.custom_placement import CustomPlacement
 from dtensor.errors import ShardingError
@@ -107,6 +108,7 @@ __all__ = [
     "current_mesh",
     "distribute_module",
     "distribute_tensor",
+    "dry_run",
     "empty",
     "explain",
     "full",

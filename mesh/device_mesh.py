@@ -170,11 +170,31 @@ class DeviceMesh:
     @property
     def coordinate(self) -> tuple[int, ...] | None:
         """Where this rank sits on the grid, or None where it is not on it."""
-        return self._coordinates.get(current_world().rank)
+        return self.coordinate_of(current_world().rank)
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """Where a world rank sits on the grid, or None where it is not on it."""
-        return self._coordinates.get(rank)
+        found = self._coordinates.get(rank)
+        if found is None:
+            flat = self._position_of(rank)
+            if flat is None:
+                return None
+            place = []
+            for length in reversed(self.shape):
+                flat, at = divmod(flat, length)
+                place.append(at)
+            found = self._coordinates[rank] = tuple(reversed(place))
+        return found
+
+    def _position_of(self, rank: int) -> int | None:
+        """Place of a world rank among ``ranks``; no object per rank is made for it."""
+        ranks = self.ranks
+        if 0 <= rank < len(ranks) and ranks[rank] == rank:
+            return rank
+        try:
+            return ranks.index(rank)
+        except ValueError:
+            return None
 
     def get_coordinate(self) -> list[int] | None:
         """Where this rank sits on the grid, or None where it is not on it."""
@@ -216,11 +236,11 @@ class DeviceMesh:
         found = self._axis_ranks.get(key)
         if found is None:
             here = list(self._member("axis_ranks"))
-            line: list[int] = []
-            for position in range(self.shape[index]):
-                here[index] = position
-                line.append(self._rank_at(here))
-            found = self._axis_ranks[key] = tuple(line)
+            here[index] = 0
+            step, length = math.prod(self.shape[index + 1 :]), self.shape[index]
+            first = self._flat(here)
+            line = self.ranks[first : first + step * length : step]
+            found = self._axis_ranks[key] = line
         return found
 
     def _member(self, asked: str) -> tuple[int, ...]:
@@ -233,11 +253,11 @@ class DeviceMesh:
             )
         return found
 
-    def _rank_at(self, coordinate: Sequence[int]) -> int:
+    def _flat(self, coordinate: Sequence[int]) -> int:
         flat = 0
         for position, length in zip(coordinate, self.shape, strict=True):
             flat = flat * length + position
-        return self.ranks[flat]
+        return flat
 
     # ------------------------------------------------------------ slices of a mesh
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
@@ -271,13 +291,15 @@ class DeviceMesh:
                 f"Write mesh['name'] or mesh['name', 'other']."
             )
         axes = [self.axis(name) for name in chosen]
-        here = list(self._coordinates.get(rank, (0,) * self.ndim))
+        here = list(self.coordinate_of(rank) or (0,) * self.ndim)
         shape = tuple(self.shape[i] for i in axes)
-        ranks: list[int] = []
-        for position in np.ndindex(*shape):
-            for i, p in zip(axes, position, strict=True):
-                here[i] = int(p)
-            ranks.append(self._rank_at(here))
+        for i in axes:
+            here[i] = 0
+        flat = np.array(self._flat(here))
+        for i in axes:
+            steps = np.arange(self.shape[i]) * math.prod(self.shape[i + 1 :])
+            flat = flat[..., None] + steps
+        ranks = [self.ranks[i] for i in flat.ravel().tolist()]
         return _intern(self.device_type, shape, tuple(ranks), chosen, "DeviceMesh")
 
     def flatten(self, name: str | None = None) -> DeviceMesh:
@@ -392,8 +414,7 @@ def _intern(
     put(mesh, "ranks", ranks)
     put(mesh, "mesh_dim_names", names)
     put(mesh, "_axis_of", {name: i for i, name in enumerate(names or ())})
-    places = (tuple(int(p) for p in place) for place in np.ndindex(*shape))
-    put(mesh, "_coordinates", dict(zip(ranks, places, strict=True)))
+    put(mesh, "_coordinates", {})  # of the ranks that were asked for
     put(mesh, "_axis_ranks", {})
     put(mesh, "_submeshes", {})
     with _interned.lock:

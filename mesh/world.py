@@ -34,14 +34,15 @@ class World:
     Attributes:
         rank: Number of this rank, from zero.
         size: Number of ranks.
-        kind: How the ranks talk: ``"self"`` (alone), ``"mpi"`` or ``"threads"``.
+        kind: How the ranks talk: ``"self"`` (alone), ``"mpi"``, ``"threads"``, or not
+            at all, ``"dry"``.
         hub: What the ranks of a ``"threads"`` world share, else None.
         memo: Caches of this rank alone: communicators, the tally of calls.
     """
 
     rank: int
     size: int
-    kind: Literal["self", "mpi", "threads"]
+    kind: Literal["self", "mpi", "threads", "dry"]
     hub: Any = None
     memo: dict[Any, Any] = field(default_factory=dict)
 
