@@ -11,6 +11,7 @@ can show and what it cannot.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -27,6 +28,12 @@ import torch
 
 HEADER = Path(__file__).with_name("cpusim.h")
 FLAGS = "-O1 -std=c++17 -shared -fPIC -ffp-contract=off -w".split()
+# Both are set by what runs these tests anew: see ``test_kernels_compile.py``.
+SANITIZED = os.environ.get("DTENSOR_SHIM_SANITIZE") == "1"
+JOURNAL = os.environ.get("DTENSOR_SHIM_JOURNAL")  # a file, a line for each kernel run
+NO_BARRIERS = os.environ.get("DTENSOR_SHIM_NO_BARRIERS") == "1"
+if SANITIZED:
+    FLAGS += "-g -fsanitize=address,undefined -fno-sanitize-recover=all".split()
 FAULTS = {
     1: "a barrier that some threads do not reach, since they have ended",
     2: "threads that wait at unlike barriers",
@@ -70,7 +77,10 @@ class Module:
     ``KernelFault`` where barriers do not fit.
     """
 
-    def __init__(self, library: ctypes.CDLL, kernels: dict[str, list[Parameter]]):
+    def __init__(
+        self, source: str, library: ctypes.CDLL, kernels: dict[str, list[Parameter]]
+    ):
+        self._source = source
         self._library = library
         self._kernels = kernels
         self._lock = threading.Lock()  # a library runs one launch at a time
@@ -102,6 +112,7 @@ class Module:
                     ctypes.c_uint(seed),
                     *given,
                 )
+            _note(f"ran {self._source} {name} {'shuffled' if seed else ''}")
             if faults:
                 texts = [text for bit, text in FAULTS.items() if faults & bit]
                 raise KernelFault(f"{name}: {'; '.join(texts)}")
@@ -163,6 +174,8 @@ def build(path: Path, defines: tuple[str, ...] = ()) -> Module:
         out = Path(folder)
         flags = [*FLAGS, *(f"-D{d}" for d in defines)]
         # Kernels that macros declare show only after the preprocessor.
+        if NO_BARRIERS:
+            path = _without_barriers(path, out)
         own = out / "own.cpp"
         own.write_text(f'#define __global__ __global__\n#include "{path}"\n')
         text = " ".join(_run([compiler, "-E", "-P", *flags, str(own)]).split())
@@ -173,12 +186,28 @@ def build(path: Path, defines: tuple[str, ...] = ()) -> Module:
             m[1]: _parameters(text[m.end() : text.index(")", m.end())])
             for m in KERNEL.finditer(text)
         }
+        for name in kernels:
+            _note(f"built {path.stem} {name}")
         source = out / "kernels.cpp"
         launchers = "".join(_launcher(n, p) for n, p in kernels.items())
         source.write_text(f'#include "{HEADER}"\n#include "{path}"\n{launchers}')
         library = out / "kernels.so"
         _run([compiler, *flags, "-o", str(library), str(source)])
-        return Module(ctypes.CDLL(str(library)), kernels)
+        return Module(path.stem, ctypes.CDLL(str(library)), kernels)
+
+
+def _without_barriers(path: Path, folder: Path) -> Path:
+    planted = folder / path.name
+    planted.write_text(path.read_text().replace("__syncthreads()", "(void)0"))
+    return planted
+
+
+@cache
+def _note(line: str) -> None:
+    """Write a line into the journal, once."""
+    if JOURNAL:
+        with open(JOURNAL, "a") as journal:
+            journal.write(f"{line.strip()}\n")
 
 
 def _typedefs(text: str) -> dict[str, str]:

@@ -333,7 +333,9 @@ def test_nvcc_compiles_the_kernels(architecture: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_nvrtc_compiles_the_kernels(architecture: str) -> None:
-    nvrtc = pytest.importorskip("cupy.cuda.nvrtc", reason="needs CuPy's NVRTC")
+    nvrtc = pytest.importorskip(
+        "cupy_backends.cuda.libs.nvrtc", reason="needs CuPy's NVRTC"
+    )
     program = nvrtc.createProgram(load.SOURCE.read_text(), "philox.cu", (), ())
     try:
         nvrtc.compileProgram(
