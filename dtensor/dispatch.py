@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._C import DisableTorchFunctionSubclass as NoTF
+from torch._C import _disabled_torch_function_impl as on_shards
 
 from dtensor.calls import NoRule, PlainOperand, first_spec, promoted, tensors_in
 from dtensor.fallback import fallback
@@ -68,6 +69,7 @@ def frozen(x: Any, numbers: bool, floats: bool = False) -> Any:
     raise Unhashable
 
 
+NUMBERS = frozenset((int, float, bool, type(None)))
 _dtype: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
@@ -75,9 +77,14 @@ def dtypes_into(key: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Put the dtypes of all tensor arguments into a cache key."""
     with NoTF():
         for x in args:
-            if isinstance(x, torch.Tensor):
+            t = type(x)
+            if t is DTensor:
                 key.append(_dtype(x))
-            elif type(x) is tuple or type(x) is list:
+            elif t in NUMBERS:  # asking torch whether one is a tensor takes longer
+                continue
+            elif isinstance(x, torch.Tensor):
+                key.append(_dtype(x))
+            elif t is tuple or t is list:
                 for v in x:
                     if isinstance(v, torch.Tensor):
                         key.append(_dtype(v))
@@ -106,6 +113,9 @@ def planned(op: Op) -> Handler:
                     key.append(t)
                 else:
                     key.append(frozen(x, numbers, floats))
+                    if spec is None and (t is tuple or t is list) and x:
+                        if type(x[0]) is DTensor:
+                            spec = x[0]._spec
             if kwargs:
                 if kwargs.get("out") is not None:
                     return into(handler, func, args, kwargs)
@@ -129,6 +139,14 @@ def planned(op: Op) -> Handler:
                 if not promotes():
                     raise
                 return handler(func, *promoted(args, kwargs))
+        if plan.bare:
+            # One call into C: torch functions off, then on again.
+            done: Any = on_shards(func, (), args, kwargs)
+            if type(done) is torch.Tensor:
+                done.__class__ = DTensor
+                done._spec = plan.out  # type: ignore[attr-defined]
+                return done
+            return retyped(done, plan)
         if plan.communicates:
             judge(op.name, plan.text, plan.nbytes, plan.mend, False)
         given = args

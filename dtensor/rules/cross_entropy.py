@@ -224,9 +224,13 @@ def insisting(handler: Handler) -> Handler:
 
 
 def sample_axes(spec: Spec, at: int) -> list[int]:
-    """The axes that cut the samples."""
+    """The axes that cut the samples into more than one piece."""
     places: Placements = spec.placements
-    return [a for a, p in enumerate(places) if isinstance(p, Shard) and p.dim != at]
+    return [
+        a
+        for a, p in enumerate(places)
+        if isinstance(p, Shard) and p.dim != at and spec.mesh.shape[a] > 1
+    ]
 
 
 class Tally:
@@ -254,6 +258,10 @@ class Tally:
         """Raise where this rank has a target that is no class."""
         if not self.given.by_class or target.is_meta or target.numel() == 0:
             return
+        if target.is_cpu:
+            least, most = target.aminmax()
+            if 0 <= int(least) and int(most) < self.given.classes:
+                return  # the common case, in one pass
         bad = self.strange(target)
         if target.is_cuda:
             torch._assert_async(~bad.any())
